@@ -1,0 +1,67 @@
+# Everything runs inside .venv, which is made on first use and refreshed when pyproject.toml changes.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# One known release instead of the newest in the range: small and reproducible.
+TORCH ?= torch==2.13.0
+JOBS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TINY := .cache/tiny
+
+# Parallel tests share the cores: one thread each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
+
+.DEFAULT_GOAL := help
+.PHONY: help install test test-slow test-all lint format tiny demo bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## Make .venv with the package and its development tools
+
+$(STAMP): pyproject.toml
+	@echo "==> Creating $(VENV) with $(PYTHON)"
+	$(PYTHON) -m venv $(VENV)
+	@echo "==> Installing $(TORCH)"
+	$(BIN)/python -m pip install "$(TORCH)"
+	@echo "==> Installing deepinfer-neuron and its development tools"
+	$(BIN)/python -m pip install -e ".[dev]"
+	@touch $@
+
+test: $(STAMP) ## Run the quick tests
+	$(PYTEST) -m "not slow"
+
+test-slow: $(STAMP) ## Run the slow tests only
+	$(PYTEST) -m slow
+
+test-all: $(STAMP) ## Run every test
+	$(PYTEST)
+
+lint: $(STAMP) ## Check style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(STAMP) ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Writes nothing if the checkpoint is already there.
+tiny: $(STAMP)
+	$(BIN)/deepinfer-neuron tiny --out $(TINY)
+
+demo: tiny ## Generate text with a small random checkpoint
+	$(BIN)/deepinfer-neuron generate --model $(TINY) --max-tokens 24 \
+		--prompt "The capital of France is" \
+		--prompt "Explain in one sentence why the sky is blue."
+
+bench: tiny ## Measure the speed of one long continuation
+	$(BIN)/deepinfer-neuron generate --model $(TINY) --max-tokens 256 \
+		--prompt "Write a long story about a lighthouse keeper and the sea."
+
+clean: ## Remove .venv, caches and builds
+	rm -rf $(VENV) .cache build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache \
+		.hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""What the network remembers between steps."""

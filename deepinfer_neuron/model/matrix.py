@@ -1,0 +1,139 @@
+"""Weight matrices: as stored in the files, or expanded to bf16 once. Both are exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from deepinfer_neuron.checkpoint.formats import dequantize_fp4, dequantize_fp8
+from deepinfer_neuron.checkpoint.reader import Checkpoint
+from deepinfer_neuron.ops.arithmetic import Arithmetic
+from deepinfer_neuron.ops.linear import fp4_linear, fp8_linear, linear, linear_fp32
+
+
+class Linear(nn.Module):
+    """``x @ w.T``, rounded to the activation dtype: ``[n, K] -> [n, N]``."""
+
+    arithmetic: Arithmetic
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the matrix."""
+        raise NotImplementedError
+
+
+class DenseLinear(Linear):
+    """A bf16 weight ``[N, K]``."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self.arithmetic = arithmetic
+        self.register_buffer("weight", weight, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the matrix."""
+        return linear(x, self.weight, self.arithmetic)
+
+
+class WideLinear(Linear):
+    """A bf16 or fp32 weight ``[N, K]`` whose product stays fp32."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self.arithmetic = arithmetic
+        self.register_buffer("weight", weight, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the matrix: fp32 ``[n, N]``."""
+        return linear_fp32(x, self.weight, self.arithmetic)
+
+
+class Fp8Linear(Linear):
+    """e4m3 codes ``[N, K]`` with ue8m0 scales of 32 x 32 blocks."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def __init__(self, codes: Tensor, scale: Tensor, arithmetic: Arithmetic) -> None:
+        super().__init__()
+        self.arithmetic = arithmetic
+        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the matrix to ``q8`` values."""
+        return fp8_linear(x, self.codes, self.scale, self.arithmetic)
+
+
+@dataclass(frozen=True)
+class ExpertMatrix:
+    """One matrix of a routed expert, packed (two tensors) or expanded (one)."""
+
+    weight: Tensor
+    scale: Tensor | None
+
+    def apply(self, x: Tensor, arithmetic: Arithmetic) -> Tensor:
+        """``[n, K]`` q8 values to ``[n, N]``."""
+        if self.scale is None:
+            return linear(x, self.weight, arithmetic)
+        return fp4_linear(x, self.weight, self.scale, arithmetic)
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Makes weight modules from a checkpoint.
+
+    Attributes:
+        checkpoint: opened files.
+        expanded: decode quantized matrices to bf16 now; otherwise they stay memory-mapped.
+        arithmetic: given to every module.
+    """
+
+    checkpoint: Checkpoint
+    expanded: bool
+    arithmetic: Arithmetic
+
+    def plain(self, name: str) -> Tensor:
+        """A tensor as stored (bf16 or fp32)."""
+        return self.checkpoint.tensor(name)
+
+    def fp32(self, name: str) -> Tensor:
+        """A small tensor as fp32."""
+        return self.checkpoint.tensor(name).to(torch.float32)
+
+    def dense(self, name: str) -> DenseLinear:
+        """The bf16 matrix ``name.weight``."""
+        return DenseLinear(self.plain(f"{name}.weight"), self.arithmetic)
+
+    def wide(self, name: str) -> WideLinear:
+        """The bf16 matrix ``name.weight`` with fp32 results, widened once if expanded."""
+        weight = self.plain(f"{name}.weight")
+        return WideLinear(weight.to(torch.float32) if self.expanded else weight, self.arithmetic)
+
+    def fp8(self, name: str) -> Linear:
+        """The fp8 matrix ``name``."""
+        codes, scale = (self.plain(f"{name}.{part}") for part in ("weight", "scale"))
+        if self.expanded:
+            return DenseLinear(dequantize_fp8(codes, scale), self.arithmetic)
+        return Fp8Linear(codes, scale, self.arithmetic)
+
+    def fp8_groups(self, name: str, groups: int) -> nn.ModuleList:
+        """The fp8 matrix ``name`` cut into row groups of equal height."""
+        codes, scale = (self.plain(f"{name}.{part}") for part in ("weight", "scale"))
+        if self.expanded:
+            weight = dequantize_fp8(codes, scale)
+            return nn.ModuleList(DenseLinear(w, self.arithmetic) for w in weight.chunk(groups))
+        parts = zip(codes.chunk(groups), scale.chunk(groups), strict=True)
+        return nn.ModuleList(Fp8Linear(c, s, self.arithmetic) for c, s in parts)
+
+    def expert(self, name: str) -> ExpertMatrix:
+        """The fp4 matrix ``name``."""
+        packed, scale = (self.plain(f"{name}.{part}") for part in ("weight", "scale"))
+        if self.expanded:
+            return ExpertMatrix(dequantize_fp4(packed, scale), None)
+        return ExpertMatrix(packed, scale)

@@ -1,0 +1,107 @@
+"""The text network over one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from deepinfer_neuron.cache.pools import CacheShape, LayerCache, allocate_layer
+from deepinfer_neuron.cache.records import CodecSet
+from deepinfer_neuron.checkpoint.config import ModelConfig
+from deepinfer_neuron.model.attention import Published, Turns
+from deepinfer_neuron.model.blocks import Layer
+from deepinfer_neuron.model.matrix import WeightSource
+from deepinfer_neuron.model.step import StepTensors
+from deepinfer_neuron.ops.gather import gather_rows
+from deepinfer_neuron.ops.hyper import collapse
+from deepinfer_neuron.ops.norm import rms_norm
+from deepinfer_neuron.ops.rope import Yarn, rope_table
+
+
+class TextNetwork(nn.Module):
+    """Embedding, layers, final norm and head.
+
+    Args:
+        config: model configuration.
+        source: weights.
+        max_length: exclusive upper bound of every position.
+        progress: show a bar while loading.
+    """
+
+    def __init__(
+        self, config: ModelConfig, source: WeightSource, max_length: int, progress: bool = False
+    ) -> None:
+        super().__init__()
+        self.config, self.arithmetic = config, source.arithmetic
+        self.embed = nn.Buffer(source.plain("embed.weight"), persistent=False)
+        self.layers = nn.ModuleList(
+            Layer(config, spec, source)
+            for spec in tqdm(config.layers, "loading", unit="layer", disable=not progress)
+        )
+        self.norm = nn.Buffer(source.plain("norm.weight"), persistent=False)
+        self.head = source.wide("head")
+        width, scaling = config.qk_rope_head_dim, config.rope_scaling
+        yarn = None
+        if scaling is not None:
+            yarn = Yarn(
+                scaling.factor, scaling.beta_fast, scaling.beta_slow,
+                scaling.original_max_position_embeddings,
+            )  # fmt: skip
+        base = rope_table(max_length, width, config.rope_theta, None)
+        compressed = rope_table(max_length, width, config.compress_rope_theta, yarn)
+        self.base_table = nn.Buffer(base, persistent=False)
+        self.compressed_table = nn.Buffer(compressed, persistent=False)
+
+    def allocate_caches(self, shape: CacheShape) -> list[LayerCache]:
+        """Zeroed caches of every layer."""
+        c = self.config
+        codecs = CodecSet.of(c.head_dim, c.index_head_dim, self.arithmetic.rounding)
+        return [
+            allocate_layer(
+                shape, codecs, spec.ratio, owns_compressed=spec.owns_kv,
+                owns_index=spec.owns_index_k,
+            )
+            for spec in c.layers
+        ]  # fmt: skip
+
+    def start(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Trunk ``[n, M, D]`` of the embeddings, and the first mix: stream 0 alone ``[n, M]``."""
+        embedded = gather_rows(self.embed, token_ids).to(self.arithmetic.dtype)
+        trunk = embedded[:, None, :].repeat(1, self.config.hc_mult, 1)
+        pre = torch.zeros(len(token_ids), self.config.hc_mult)
+        pre[:, 0] = 1.0
+        return trunk, pre
+
+    def turns(self, step: StepTensors) -> Turns:
+        """Rotary rows of a step."""
+        return Turns(
+            window=self.base_table[step.positions],
+            compressed=self.compressed_table[step.positions],
+            entries={r: self.compressed_table[p.positions] for r, p in step.entries.items()},
+        )
+
+    def finish(self, trunk: Tensor, pre: Tensor) -> Tensor:
+        """Logits fp32 ``[n, V]`` of the last trunk ``[n, M, D]`` and mix ``[n, M]``."""
+        hidden = collapse(trunk, pre, self.arithmetic)
+        hidden = rms_norm(hidden, self.norm, self.config.rms_norm_eps, self.arithmetic)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+    def forward(self, step: StepTensors, caches: Sequence[LayerCache]) -> Tensor:
+        """Run a step.
+
+        Args:
+            step: its rows.
+            caches: of every layer; written.
+
+        Returns:
+            fp32 logits ``[o, V]`` of ``step.output_rows``.
+        """
+        trunk, pre = self.start(step.token_ids)
+        turns, published = self.turns(step), Published()
+        for layer, cache in zip(self.layers, caches, strict=True):
+            trunk, pre = layer(trunk, pre, step, turns, cache, published)
+        return self.finish(trunk[step.output_rows], pre[step.output_rows])

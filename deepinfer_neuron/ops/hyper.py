@@ -1,0 +1,116 @@
+"""Hyper-connections: ``M`` residual streams, mixed by coefficients computed from the trunk.
+
+A site (attention or feed-forward) collapses the streams with the ``pre`` of the *previous* site,
+runs its block, and expands with its own ``post`` and ``comb``. Coefficients stay fp32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepinfer_neuron.ops.arithmetic import Arithmetic
+from deepinfer_neuron.ops.norm import inverse_rms
+
+
+class Mix(NamedTuple):
+    """Coefficients of a site, fp32: ``pre`` and ``post`` ``[n, M]``, ``comb`` ``[n, M, M]``."""
+
+    pre: Tensor
+    post: Tensor
+    comb: Tensor
+
+
+def mix_coefficients(
+    trunk: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    norm_eps: float,
+    eps: float,
+    iterations: int,
+    arithmetic: Arithmetic,
+) -> Mix:
+    """Coefficients of one site.
+
+    ``z = fma(fn . R / rms(R), scale, base)``; ``pre = sigmoid(z) + eps``,
+    ``post = 2 sigmoid(z)``, ``comb = sinkhorn(z)``.
+
+    Args:
+        trunk: activations ``[n, M, D]``.
+        fn: fp32 ``[M (M + 2), M D]``.
+        base: fp32 ``[M (M + 2)]``: ``M`` pre, ``M`` post, ``M x M`` comb by rows.
+        scale: fp32 ``[3]``: pre, post, comb.
+        norm_eps: epsilon of the RMS.
+        eps: epsilon of ``pre`` and of the Sinkhorn divisions.
+        iterations: Sinkhorn rounds.
+        arithmetic: order of the reductions.
+    """
+    streams = trunk.shape[1]
+    flat = trunk.flatten(1).to(torch.float32)
+    projected = arithmetic.order.matmul_wide(flat, fn)
+    projected = projected * inverse_rms(flat, norm_eps, arithmetic)[:, None]
+    widths = (streams, streams, streams * streams)
+    factor = torch.cat([part.expand(n) for part, n in zip(scale.split(1), widths, strict=True)])
+    z = fused_multiply_add(projected, factor, base)
+    pre, post, comb = z.split(widths, dim=1)
+    sigmoid = arithmetic.order.sigmoid
+    return Mix(
+        sigmoid(pre.contiguous()) + eps,
+        2.0 * sigmoid(post.contiguous()),
+        sinkhorn(comb.unflatten(1, (streams, streams)), eps, iterations, arithmetic),
+    )
+
+
+def sinkhorn(x: Tensor, eps: float, iterations: int, arithmetic: Arithmetic) -> Tensor:
+    """Near doubly stochastic matrices: fp32 ``[n, M, M]``, rows are input streams.
+
+    Softmax over each row, plus ``eps``, columns normalized; then ``iterations - 1`` times rows and
+    columns. Every division adds ``eps`` to the sum.
+    """
+    total = arithmetic.order.sum
+    x = arithmetic.order.exp(x - x.amax(dim=2, keepdim=True))
+    x = x / total(x)[:, :, None] + eps
+    x = x / (total(x.mT)[:, None, :] + eps)
+    for _ in range(iterations - 1):
+        x = x / (total(x)[:, :, None] + eps)
+        x = x / (total(x.mT)[:, None, :] + eps)
+    return x
+
+
+def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """``a * b + c`` of fp32 tensors with one rounding (their product is exact in fp64)."""
+    return (a.to(torch.float64) * b.to(torch.float64) + c.to(torch.float64)).to(torch.float32)
+
+
+def collapse(trunk: Tensor, pre: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """``sum_m pre[m] * trunk[m]``: ``[n, M, D]`` and ``[n, M]`` to activations ``[n, D]``.
+
+    Fused multiply-adds in fp32, stream 0 first, one rounding at the end.
+    """
+    total = torch.zeros(trunk.shape[0], trunk.shape[2], dtype=torch.float32, device=trunk.device)
+    for stream in range(trunk.shape[1]):
+        total = fused_multiply_add(trunk[:, stream], pre[:, stream, None], total)
+    return arithmetic.round(total)
+
+
+def expand(out: Tensor, trunk: Tensor, mix: Mix, arithmetic: Arithmetic) -> Tensor:
+    """New streams ``post[j] * out + sum_i comb[i, j] * trunk[i]``, one rounding each.
+
+    Args:
+        out: the block's output ``[n, D]``.
+        trunk: streams before the site ``[n, M, D]``.
+        mix: this site's coefficients.
+        arithmetic: rounding of the streams.
+
+    Returns:
+        activation dtype ``[n, M, D]``.
+    """
+    total = mix.post[:, :, None] * out[:, None, :].to(torch.float32)
+    for stream in range(trunk.shape[1]):
+        weight = mix.comb[:, stream, :, None]
+        total = fused_multiply_add(trunk[:, stream, None, :], weight, total)
+    return arithmetic.round(total)

@@ -1,0 +1,16 @@
+"""The oracle: the network as its papers would write it, for comparing everything else with."""
+
+from deepinfer_neuron.reference.network import LayerTrace, Mix, Network, Trace, forward
+from deepinfer_neuron.reference.primitives import PlainPrimitives, Primitives
+from deepinfer_neuron.reference.rounding import Rounding
+
+__all__ = [
+    "LayerTrace",
+    "Mix",
+    "Network",
+    "PlainPrimitives",
+    "Primitives",
+    "Rounding",
+    "Trace",
+    "forward",
+]

@@ -1,0 +1,92 @@
+"""A stand-in for the engine, so that the command line is tested on its own."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+
+@dataclass(frozen=True)
+class FakeMetrics:
+    """Times of a request, in seconds."""
+
+    ttft: float | None
+    tpot: float | None
+
+
+@dataclass(frozen=True)
+class FakeCompletion:
+    """A generated text."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class FakeOutput:
+    """What the engine returns for one prompt."""
+
+    prompt: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[FakeCompletion, ...]
+    metrics: FakeMetrics
+
+
+@dataclass(frozen=True)
+class FakeSamplingParams:
+    """The sampling fields that the command line sets."""
+
+    temperature: float
+    max_tokens: int
+    seed: int | None
+
+
+@dataclass
+class FakeEngine:
+    """Records the calls, and answers each prompt with its upper-case text or raises ``error``."""
+
+    error: BaseException | None = None
+    metrics: FakeMetrics = FakeMetrics(ttft=0.25, tpot=0.05)
+    suffix: str = ""
+    loads: list[tuple[str, int | None, str]] = field(default_factory=list)
+    params: list[FakeSamplingParams] = field(default_factory=list)
+
+    def load(self, model: str, *, max_model_len: int | None, weights: str) -> FakeEngine:
+        """Stands for the ``LLM`` constructor."""
+        self.loads.append((model, max_model_len, weights))
+        return self
+
+    def generate(
+        self, prompts: Sequence[str], params: FakeSamplingParams, *, use_tqdm: bool
+    ) -> list[FakeOutput]:
+        """Stands for ``LLM.generate``."""
+        if self.error is not None:
+            raise self.error
+        self.params.append(params)
+        return [
+            FakeOutput(
+                prompt=prompt,
+                prompt_token_ids=tuple(range(len(prompt.split()))),
+                outputs=(FakeCompletion(prompt.upper() + self.suffix, (7, 8, 9), "length"),),
+                metrics=self.metrics,
+            )
+            for prompt in prompts
+        ]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """The engine that ``generate`` finds instead of the real one."""
+    fake = FakeEngine()
+    llm = types.ModuleType("deepinfer_neuron.llm")
+    llm.LLM = fake.load  # type: ignore[attr-defined]
+    params = types.ModuleType("deepinfer_neuron.sampling.params")
+    params.SamplingParams = FakeSamplingParams  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deepinfer_neuron.llm", llm)
+    monkeypatch.setitem(sys.modules, "deepinfer_neuron.sampling.params", params)
+    return fake
