@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections import abc
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NoReturn, TypedDict
+from typing import Literal, NoReturn, TypedDict, cast
 
 from tqdm import tqdm
 
@@ -162,7 +163,7 @@ class LLM:
         ]
         with tqdm(desc="generating", unit="token", disable=not use_tqdm) as bar:
             self._generator.run(sequences, lambda _: _advance(bar))
-        return [self._output(p, s) for p, s in zip(batch, sequences, strict=True)]
+        return [self._output(_text(p), s) for p, s in zip(batch, sequences, strict=True)]
 
     def close(self) -> None:
         """Release the checkpoint's files; the object cannot generate any more."""
@@ -182,13 +183,12 @@ class LLM:
     def _token_ids(self, prompt: Prompt) -> list[int]:
         """Checked token ids of a prompt."""
         if isinstance(prompt, str):
-            prompt = {"prompt": prompt}
-        if not isinstance(prompt, dict) or len(prompt) != 1:
-            raise RequestError(_prompt_form(prompt))
-        if "prompt" in prompt:
-            ids = self._encode(prompt["prompt"])
-        elif "prompt_token_ids" in prompt:
-            ids = _checked_ids(prompt["prompt_token_ids"], self.checkpoint.config.vocab_size)
+            ids = self._encode(prompt)
+        elif isinstance(prompt, dict) and prompt.keys() == {"prompt"}:
+            ids = self._encode(prompt.get("prompt"))
+        elif isinstance(prompt, dict) and prompt.keys() == {"prompt_token_ids"}:
+            given = prompt.get("prompt_token_ids")
+            ids = _checked_ids(given, self.checkpoint.config.vocab_size)
         else:
             raise RequestError(_prompt_form(prompt))
         if len(ids) >= self.max_model_len:
@@ -215,8 +215,7 @@ class LLM:
             return params.seed
         return (self._seed * 0x9E3779B97F4A7C15 + self._next_id + index) % 2**64
 
-    def _output(self, prompt: Prompt, sequence: Sequence) -> RequestOutput:
-        text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+    def _output(self, text: str | None, sequence: Sequence) -> RequestOutput:
         assert sequence.finish_reason is not None
         completion = CompletionOutput(
             0,
@@ -233,6 +232,14 @@ class LLM:
 
 def _advance(bar: tqdm[NoReturn]) -> None:
     bar.update()
+
+
+def _text(prompt: Prompt) -> str | None:
+    """The text of a prompt that was given as text."""
+    if isinstance(prompt, str):
+        return prompt
+    text = cast(Mapping[str, object], prompt).get("prompt")
+    return text if isinstance(text, str) else None
 
 
 def _prompt_form(prompt: object) -> str:

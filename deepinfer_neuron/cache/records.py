@@ -4,7 +4,7 @@
 |---|---|---|
 | window key | ``D + D/32`` (528 for 512) | e4m3 codes, then one ue8m0 scale per 32 channels |
 | compressed key | ``D/2 + D/16`` (288 for 512) | e2m1 pairs, then one e4m3 scale per 16 channels |
-| index key | ``D/2 + D/32`` (68 for 128) | e2m1 pairs and ue8m0 scales; in a block all data bytes come first |
+| index key | ``D/2 + D/32`` (68 for 128) | e2m1 pairs, ue8m0 scales; a block holds all data first |
 
 A :class:`Codec` turns values into such records and back. :class:`RawCodec` keeps fp32 values and
 serves the arithmetic without rounding.

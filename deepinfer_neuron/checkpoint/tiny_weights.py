@@ -51,6 +51,10 @@ class Recipe:
 
     residual_shift: int = 0
     """Powers of two taken from what attention and experts add to the trunk (wo_b and every w2)."""
+    first_residual_shift: int = 0
+    """The same for the first block of a stack, whose input is the embedding itself."""
+    query_gain_shift: int = 0
+    """Powers of two added to the attention queries (wq_b), that is, to the attention logits."""
     engram_value_shift: int = 0
     """Powers of two taken from the value rows of the Engram projection."""
     norm_spread: float = 0.15
@@ -67,8 +71,10 @@ class Recipe:
     """Gain of the router."""
     gate_bias_std: float = 0.1
     """Standard deviation of the two selection biases of the router."""
+    sink_mean: float = 0.0
+    """Mean of the attention sinks, which are logits."""
     sink_std: float = 1.0
-    """Standard deviation of the attention sinks, which are logits."""
+    """Standard deviation of the attention sinks."""
     bias_std: float = 0.1
     """Standard deviation of the biases of image tower and aligner."""
     index_weight_gain: float = 1.0
@@ -215,7 +221,7 @@ def _normal_rules(recipe: Recipe) -> dict[str, Normal]:
         **dict.fromkeys(("image_start", "image_end", "image_newline"), unit),
         "hc_attn_fn": matrix,
         "hc_ffn_fn": matrix,
-        "attn.attn_sink": Normal(0.0, recipe.sink_std),
+        "attn.attn_sink": Normal(recipe.sink_mean, recipe.sink_std),
         "attn.indexer.weights_proj.weight": Normal(0.0, recipe.index_weight_gain, True),
         "ffn.gate.weight": Normal(0.0, recipe.gate_gain, True),
         "ffn.gate.bias": gate_bias,
@@ -286,13 +292,23 @@ class WeightWriter:
         width = weight.shape[1] * (2 if packed else 1)
         variance = 1.0 if generic == "engram.embed.scale" else 1.0 / width
         mean_square = variance / (E2M1_MEAN_SQUARE if packed else E4M3_MEAN_SQUARE)
-        shift = self._recipe.residual_shift if generic in _RESIDUAL_OUTPUTS else 0
+        shift = self._shift(spec.name, generic)
         count = math.prod(spec.shape)
         mix = scale_mix(spec.name, mean_square, shift)
         plain = _in_chunks(lambda size: mix.draw(stream, size), count, CODES_PER_CHUNK)
         if generic != "engram.wkv.scale":
             return plain
         return self._lower_values(spec, mean_square, b"".join(part.tobytes() for part in plain))
+
+    def _shift(self, name: str, generic: str) -> int:
+        """Powers of two that the recipe takes from a matrix (negative: adds)."""
+        if generic == "attn.wq_b.scale":
+            return -self._recipe.query_gain_shift
+        if generic not in _RESIDUAL_OUTPUTS:
+            return 0
+        if name.startswith(("layers.0.", "mtp.0.")):
+            return self._recipe.first_residual_shift
+        return self._recipe.residual_shift
 
     def _lower_values(self, spec: TensorSpec, mean_square: float, scales: bytes) -> Iterator[Bytes]:
         """Lower the scale rows of the value block, which follows one key block per stream."""

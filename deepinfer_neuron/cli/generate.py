@@ -115,8 +115,8 @@ def _run(args: argparse.Namespace) -> int:
     params = SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed
     )
-    llm = LLM(args.model, max_model_len=args.max_model_len, weights=args.weights)
     use_tqdm = sys.stderr.isatty() and not args.json
+    llm = LLM(args.model, max_model_len=args.max_model_len, weights=args.weights, progress=use_tqdm)
     for output in llm.generate(prompts, params, use_tqdm=use_tqdm):
         if args.json:
             print_json(_record(output))

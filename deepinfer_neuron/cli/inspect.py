@@ -15,7 +15,7 @@ from deepinfer_neuron.cli.output import console, format_bytes, print_json
 
 if TYPE_CHECKING:
     from deepinfer_neuron.checkpoint.config import LayerSpec, ModelConfig
-    from deepinfer_neuron.cli.footprint import Part
+    from deepinfer_neuron.model.footprint import Part
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def examine(directory: Path) -> Inspection:
     """
     from deepinfer_neuron.checkpoint.config import load_config
     from deepinfer_neuron.checkpoint.plan import make_plan
-    from deepinfer_neuron.cli.footprint import measure_parts, total
+    from deepinfer_neuron.model.footprint import measure_parts, total
 
     config = load_config(directory)
     plan = make_plan(directory, config)

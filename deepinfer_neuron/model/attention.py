@@ -97,7 +97,8 @@ class KeySource(nn.Module):
         return self.wkv(x[plan.rows])
 
     def _pairs(self, x: Tensor, plan: EntryPlan, cache: LayerCache) -> Tensor:
-        assert self.wgate is not None and cache.pairs is not None
+        assert self.wgate is not None
+        assert cache.pairs is not None
         rows = torch.stack((self.wgate(x), self.wkv(x)), dim=1)
         state = cache.pairs.state
         first = torch.cat((state[plan.ring_read], rows))[plan.first]
@@ -246,7 +247,8 @@ class Attention(nn.Module):
     def _project(self, out: Tensor) -> Tensor:
         groups = q8(out, self.arithmetic).flatten(1).chunk(self.config.o_groups, dim=1)
         parts = [w(g.contiguous()) for w, g in zip(self.wo_a, groups, strict=True)]
-        return self.wo_b(q8(torch.cat(parts, dim=1), self.arithmetic))
+        joined = q8(torch.cat(parts, dim=1), self.arithmetic)
+        return self.wo_b(joined)
 
     def _publish(
         self,
@@ -296,7 +298,8 @@ def _gather_far(step: StepTensors, published: Published, ratio: int, *, reload: 
     fewer. The values are the same.
     """
     selected = published.selected
-    assert selected is not None and published.pool is not None
+    assert selected is not None
+    assert published.pool is not None
     total = sum(chunk.entries(ratio) for chunk in step.chunks)
     if total <= selected.numel():
         if reload or not published.far_is_whole:

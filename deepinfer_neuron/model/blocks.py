@@ -172,4 +172,5 @@ class Layer(nn.Module):
         trunk, pre = self.attention_site(
             trunk, pre, lambda y: self.attention(y, step, turns, cache, published)
         )
-        return self.ffn_site(trunk, pre, self.moe)
+        trunk, pre = self.ffn_site(trunk, pre, self.moe)
+        return trunk, pre

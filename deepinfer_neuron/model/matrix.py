@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ class Linear(nn.Module):
     """``x @ w.T``, rounded to the activation dtype: ``[n, K] -> [n, N]``."""
 
     arithmetic: Arithmetic
+    __call__: Callable[..., Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the matrix."""

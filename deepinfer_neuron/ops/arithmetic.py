@@ -8,8 +8,8 @@ depend on its neighbours, on chunking, on the number of threads or on the BLAS i
 * a product is cut into blocks of 32 along the contracted axis; a block is summed in fp64, where
   products of e4m3 and e2m1 values are exact in any order (bf16 operands too, unless the non-zero
   products of one block span more than 2^32), and the blocks are joined pairwise;
-* a product with an fp32 weight (the hyper-connection mixers) is formed element by element and
-  joined pairwise;
+* a product with an fp32 factor (the hyper-connection mixers, the attention probabilities) is
+  formed element by element and joined pairwise;
 * a sum joins neighbours pairwise: ``(x0 + x1) + (x2 + x3)``. Zeros appended at the end change
   nothing, so padded and exact lists agree;
 * exponentials and logarithms are evaluated with additions and multiplications only, because
@@ -121,35 +121,29 @@ class FixedOrder:
         return pairwise_sum(partial.movedim(-3, 0)).to(torch.float32)
 
     def matmul_wide(self, x: Tensor, w: Tensor) -> Tensor:
-        """fp32 product, element by element and pairwise: too wide for exact blocks."""
-        step = max(1, _WORKSPACE_BYTES // max(1, 8 * w.numel()))
-        columns = w.t().to(torch.float64)[:, None, :]
-        parts = [
-            pairwise_sum(rows.t().to(torch.float64)[:, :, None] * columns) for rows in x.split(step)
-        ]
-        return torch.cat(parts).to(torch.float32)
+        """Products element by element in fp32, joined pairwise: too wide for exact blocks."""
+        step = max(1, _WORKSPACE_BYTES // max(1, 4 * w.numel()))
+        columns = w.t()[:, None, :]
+        return torch.cat([pairwise_sum(rows.t()[:, :, None] * columns) for rows in x.split(step)])
 
     def linear(self, x: Tensor, w: Tensor) -> Tensor:
         """The block product, rounded to the dtype of ``x``."""
         return self.matmul(x, w).to(x.dtype)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Pairwise sum of neighbours in fp64, rounded to fp32 at the end."""
-        return pairwise_sum(x.movedim(-1, 0).to(torch.float64)).to(torch.float32)
+        """Pairwise sum of neighbours."""
+        return pairwise_sum(x.movedim(-1, 0))
 
     def weighted_sum(self, weights: Tensor, values: Tensor) -> Tensor:
-        """Pairwise over the keys, in fp64 and rounded once; bounded batch rows at a time."""
+        """fp32 products joined pairwise over the keys; bounded batch rows at a time."""
         if weights.dim() > 2:
-            per_row = 8 * weights.shape[-1] * weights.shape[-2] * values.shape[-1]
+            per_row = 4 * weights.shape[-1] * weights.shape[-2] * values.shape[-1]
             step = max(1, _WORKSPACE_BYTES // max(1, per_row))
             if weights.shape[0] > step:
                 pairs = zip(weights.split(step), values.split(step), strict=True)
                 return torch.cat([self.weighted_sum(w, v) for w, v in pairs])
-        products = (
-            weights.movedim(-1, 0).to(torch.float64)[..., None]
-            * values.movedim(-2, 0)[..., None, :]
-        )
-        return pairwise_sum(products).to(torch.float32)
+        keys = values.movedim(-2, 0)
+        return pairwise_sum(weights.movedim(-1, 0)[..., None] * keys[..., None, :])
 
     def exp(self, x: Tensor) -> Tensor:
         """Exponential, accurate to the last fp32 bit."""
@@ -167,7 +161,8 @@ class FixedOrder:
 def _blocks(x: Tensor, blocks: int) -> Tensor:
     """``[..., M, K]`` to fp64 ``[..., blocks, M, 32]``, zeros behind ``K``."""
     wide = F.pad(x.to(torch.float64), (0, blocks * BLOCK - x.shape[-1]))
-    return wide.unflatten(-1, (blocks, BLOCK)).transpose(-2, -3)
+    blocked: Tensor = wide.unflatten(-1, (blocks, BLOCK))
+    return blocked.transpose(-2, -3)
 
 
 def pairwise_sum(x: Tensor) -> Tensor:
@@ -178,11 +173,14 @@ def pairwise_sum(x: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(x.shape[1:])
     while x.shape[0] > 1:
-        if x.shape[0] % 2:
-            x = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
-        x = x[0::2] + x[1::2]
+        paired = x[0 : x.shape[0] // 2 * 2]
+        last = x[paired.shape[0] :]
+        x = paired[0::2] + paired[1::2]
+        if last.shape[0]:
+            x = torch.cat((x, last))
     # A single -0 would differ from -0 + 0 of a padded list.
-    return x[0] + 0.0
+    total: Tensor = x[0] + 0.0
+    return total
 
 
 def exp64(x: Tensor) -> Tensor:

@@ -61,7 +61,8 @@ def fp8_linear(
         blocks = slice(part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK))
         return dequantize_fp8(codes[part], scale[blocks])
 
-    return _chunked(x, *codes.shape, chunk_elements, weight, arithmetic)
+    rows, columns = codes.shape
+    return _chunked(x, rows, columns, chunk_elements, weight, arithmetic)
 
 
 def fp4_linear(

@@ -86,21 +86,30 @@ def q8_values(codes: Tensor, scale: Tensor) -> Tensor:
 def q8(x: Tensor, arithmetic: Arithmetic) -> Tensor:
     """Round to what ``q8`` can hold: ``[..., C]`` to values of the activation dtype.
 
-    The e4m3 rounding is done on fp32 bits, which is exact here because scaled magnitudes never
-    exceed 448: normal numbers keep three mantissa bits, smaller ones multiples of 2^-9.
+    The same result as decoding :func:`q8_codes`, in fewer passes. With ``E`` and ``f`` the
+    exponent field and fraction of the group's ``amax``, the scale's byte is
+    ``max(105, E - 8 + [f > 0.75])``.
     """
     if not arithmetic.rounding:
         return x
-    groups, amax = _grouped(x, GROUP, _Q8_FLOOR)
-    exponent = ue8m0_scale(amax, E4M3_MAX)
-    scaled = groups * _inverse_power(exponent)[..., None]
-    bits = scaled.view(torch.int32)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).view(torch.float32)
-    # Adding 1.5 * 2^14 leaves no bits below 2^-9; subtracting it returns the rounded value.
-    small = (scaled + 24576.0) - 24576.0
-    rounded = torch.where(scaled.abs() < 2.0**-6, small, normal)
-    factor = (exponent << 23).view(torch.float32)
-    return (rounded * factor[..., None]).flatten(-2).to(arithmetic.dtype)
+    groups = x.to(torch.float32).unflatten(-1, (-1, GROUP))
+    amax = groups.abs().amax(-1, keepdim=True)
+    # Adding just under a quarter of a mantissa carries into the exponent iff f > 0.75.
+    exponent = ((amax.view(torch.int32) + 0x1FFFFF) >> 23).clamp_(min=113)
+    scaled = groups * ((262 - exponent) << 23).view(torch.float32)
+    rounded = round_e4m3(scaled).mul_(((exponent - 8) << 23).view(torch.float32))
+    return rounded.flatten(-2).to(arithmetic.dtype)
+
+
+def round_e4m3(x: Tensor) -> Tensor:
+    """Nearest e4m3 values of fp32 magnitudes up to 448, ties to even; fp32, same shape.
+
+    Adding ``1.5 * 2^20`` times the value's own power of two leaves three mantissa bits; below
+    2^-6 the step stays 2^-9.
+    """
+    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    shift = power.clamp_(min=2.0**-6).mul_(1.5 * 2.0**20)
+    return (x + shift).sub_(shift)
 
 
 def q4_index_codes(x: Tensor) -> tuple[Tensor, Tensor]:

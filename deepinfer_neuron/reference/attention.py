@@ -234,7 +234,8 @@ class Attention:
             near = window[max(0, p - c.sliding_window + 1) : p + 1]
             far = window[:0]
             if self.layer.ratio > 0:
-                assert shared.compressed is not None and shared.selected is not None
+                assert shared.compressed is not None
+                assert shared.selected is not None
                 far = shared.compressed[shared.selected[p]]
             near_logit = ops.matmul(q, near) * c.softmax_scale
             far_logit = ops.matmul(q, far) * c.softmax_scale

@@ -168,7 +168,7 @@ class Network:
         block: Callable[[Tensor], Tensor],
         trace: Trace | None,
     ) -> tuple[Tensor, Tensor]:
-        """One site: collapse with the previous site's mix, run the block, expand with this one's."""
+        """Collapse with the previous site's mix, run the block, expand with this site's."""
         x = self._collapse(trunk, pre)
         mix = self.mix(weights, name, trunk)
         out = block(self._norm(x, weights.plain(f"{name}_norm.weight")))

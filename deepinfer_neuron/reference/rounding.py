@@ -46,7 +46,8 @@ def power_of_two_at_least(x: Tensor) -> Tensor:
 
 
 def _group_amax(x: Tensor, width: int, floor: float) -> Tensor:
-    return x.unflatten(-1, (-1, width)).abs().amax(-1, keepdim=True).clamp(min=floor)
+    groups: Tensor = x.unflatten(-1, (-1, width))
+    return groups.abs().amax(-1, keepdim=True).clamp(min=floor)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ class Weights:
         """A packed e2m1 matrix with one scale per row and 32 inputs: fp32 ``[N, K]``."""
         values = decode_e2m1(self.checkpoint.tensor(f"{self.prefix}{name}.weight"))
         scale = decode_ue8m0(self.checkpoint.tensor(f"{self.prefix}{name}.scale"))
-        return (values.unflatten(-1, (-1, 32)) * scale[..., None]).flatten(-2)
+        groups: Tensor = values.unflatten(-1, (-1, 32))
+        return (groups * scale[..., None]).flatten(-2)
 
     def engram_rows(self, rows: Tensor) -> Tensor:
         """Table rows by id, zeros for id -1: int64 ``[...]`` to fp32 ``[..., d]``."""

@@ -18,8 +18,9 @@ from deepinfer_neuron.cache.pools import (
 )
 from deepinfer_neuron.checkpoint.config import ModelConfig
 from deepinfer_neuron.checkpoint.engram import EngramHasher
-from deepinfer_neuron.checkpoint.names import TensorSpec, inventory
+from deepinfer_neuron.checkpoint.names import inventory
 from deepinfer_neuron.checkpoint.reader import Checkpoint
+from deepinfer_neuron.model.footprint import measure_parts, text_only, total
 from deepinfer_neuron.model.matrix import WeightSource
 from deepinfer_neuron.model.network import TextNetwork
 from deepinfer_neuron.ops.arithmetic import Arithmetic
@@ -113,18 +114,5 @@ def blocks_for(tokens: int) -> int:
 
 
 def expanded_bytes(config: ModelConfig) -> int:
-    """Memory of the text network with every quantized matrix as bf16 (and fp32 where widened)."""
-    return sum(_expanded(spec) for spec in inventory(config) if is_text_weight(spec.name))
-
-
-def is_text_weight(name: str) -> bool:
-    """Whether the text network keeps this tensor in memory (Engram tables stay in the files)."""
-    outside = ("mtp.", "vision.", "aligner.", "image_")
-    return not name.startswith(outside) and ".engram.embed." not in name
-
-
-def _expanded(spec: TensorSpec) -> int:
-    factor = {"F8_E4M3": 2, "I8": 4, "F8_E8M0": 0}.get(spec.dtype, 1)
-    if spec.name == "head.weight" or spec.name.endswith((".gate.weight", ".wgate.weight")):
-        factor = 2
-    return spec.nbytes * factor
+    """Memory that the network takes with its quantized weights expanded."""
+    return total(text_only(measure_parts(inventory(config)))).expanded

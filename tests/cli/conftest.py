@@ -56,7 +56,9 @@ class FakeEngine:
     loads: list[tuple[str, int | None, str]] = field(default_factory=list)
     params: list[FakeSamplingParams] = field(default_factory=list)
 
-    def load(self, model: str, *, max_model_len: int | None, weights: str) -> FakeEngine:
+    def load(
+        self, model: str, *, max_model_len: int | None, weights: str, progress: bool
+    ) -> FakeEngine:
         """Stands for the ``LLM`` constructor."""
         self.loads.append((model, max_model_len, weights))
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from deepinfer_neuron.checkpoint.config import parse_config
 from deepinfer_neuron.checkpoint.names import TensorSpec, inventory
 from deepinfer_neuron.cli.doctor import judge
-from deepinfer_neuron.cli.footprint import Part, measure_parts, total
+from deepinfer_neuron.model.footprint import Part, measure_parts, total
 from tests.support.released import released_config
 
 

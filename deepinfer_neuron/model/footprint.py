@@ -1,4 +1,4 @@
-"""How many bytes the parts of a checkpoint take on disk and in memory."""
+"""How many bytes the parts of a model take on disk and in memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from deepinfer_neuron.checkpoint.names import TensorSpec
 # Bytes in memory per stored byte once a tensor is expanded to bf16: an e4m3 code becomes one value
 # of two bytes, a byte of two e2m1 codes becomes two, and scales are multiplied in and dropped.
 _EXPANDED_BYTES = {"F8_E4M3": 2, "I8": 4, "F8_E8M0": 0, "BF16": 1, "F32": 1}
+
+# Bf16 matrices whose products stay fp32: expanding widens them once instead of in every step.
+_WIDENED = ("head.weight", ".gate.weight", ".wgate.weight")
+
+_OTHER_ROLES = frozenset({"draft", "draft_expert", "markov", "vision", "aligner"})
 
 # Rows of these tables are read from the files when they are needed.
 _ON_DISK_ROLE = "engram_table"
@@ -37,9 +42,19 @@ def measure_parts(specs: Iterable[TensorSpec]) -> list[Part]:
             tensors=old.tensors + 1,
             disk=old.disk + spec.nbytes,
             packed=old.packed + held,
-            expanded=old.expanded + held * _EXPANDED_BYTES[spec.dtype],
+            expanded=old.expanded + held * _expansion(spec),
         )
     return list(parts.values())
+
+
+def _expansion(spec: TensorSpec) -> int:
+    """Bytes in memory per stored byte once a tensor is expanded."""
+    return 2 if spec.name.endswith(_WIDENED) else _EXPANDED_BYTES[spec.dtype]
+
+
+def text_only(parts: Iterable[Part]) -> list[Part]:
+    """The parts that generating text without drafts and images keeps in memory."""
+    return [part for part in parts if part.name not in _OTHER_ROLES]
 
 
 def total(parts: Iterable[Part]) -> Part:
