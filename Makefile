@@ -58,9 +58,8 @@ demo: tiny ## Generate text with a small random checkpoint
 		--prompt "The capital of France is" \
 		--prompt "Explain in one sentence why the sky is blue."
 
-bench: tiny ## Measure the speed of one long continuation
-	$(BIN)/deepinfer-neuron generate --model $(TINY) --max-tokens 256 \
-		--prompt "Write a long story about a lighthouse keeper and the sea."
+bench: $(STAMP) ## Measure speed and memory; BENCH="--presets tiny mid" adds a 2 GB model
+	$(BIN)/python -m benchmarks.host_speed $(BENCH)
 
 clean: ## Remove .venv, caches and builds
 	rm -rf $(VENV) .cache build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache \

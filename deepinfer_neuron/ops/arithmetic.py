@@ -12,8 +12,9 @@ depend on its neighbours, on chunking, on the number of threads or on the BLAS i
   formed element by element and joined pairwise;
 * a sum joins neighbours pairwise: ``(x0 + x1) + (x2 + x3)``. Zeros appended at the end change
   nothing, so padded and exact lists agree;
-* exponentials and logarithms are evaluated with additions and multiplications only, because
-  vectorized library code may differ from its scalar tail.
+* exponentials, logarithms and square roots are evaluated in fp64 and rounded once, so that the
+  last bit of a library function, which may differ between the body and the tail of a vector loop,
+  cannot be seen (except with a probability around 2^-29 for each evaluation).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ BLOCK = 32
 _WORKSPACE_BYTES = 1 << 26
 """Upper bound of the fp64 partial sums alive at once in a fixed-order product."""
 
-_LN2_HIGH = float.fromhex("0x1.62e42feep-1")
-_LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
+_FEW = 8
+"""Rows that are added one by one instead of in slices."""
 
 
 class Order(Protocol):
@@ -146,21 +147,23 @@ class FixedOrder:
         return pairwise_sum(weights.movedim(-1, 0)[..., None] * keys[..., None, :])
 
     def exp(self, x: Tensor) -> Tensor:
-        """Exponential, accurate to the last fp32 bit."""
-        return exp64(x.to(torch.float64)).to(torch.float32)
+        """Exponential in fp64, rounded once."""
+        return x.to(torch.float64).exp().to(torch.float32)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         """``1 / (1 + exp(-x))`` in fp64, rounded once."""
-        return (1.0 + exp64(-x.to(torch.float64))).reciprocal().to(torch.float32)
+        return (1.0 + (-x.to(torch.float64)).exp()).reciprocal().to(torch.float32)
 
     def softplus(self, x: Tensor) -> Tensor:
         """``log(1 + exp(x))`` in fp64, rounded once; ``x`` itself above 20."""
-        return torch.where(x > 20, x, log1p64(exp64(x.to(torch.float64))).to(torch.float32))
+        return torch.where(x > 20, x, x.to(torch.float64).exp().log1p().to(torch.float32))
 
 
 def _blocks(x: Tensor, blocks: int) -> Tensor:
     """``[..., M, K]`` to fp64 ``[..., blocks, M, 32]``, zeros behind ``K``."""
-    wide = F.pad(x.to(torch.float64), (0, blocks * BLOCK - x.shape[-1]))
+    wide = x.to(torch.float64)
+    if x.shape[-1] != blocks * BLOCK:
+        wide = F.pad(wide, (0, blocks * BLOCK - x.shape[-1]))
     blocked: Tensor = wide.unflatten(-1, (blocks, BLOCK))
     return blocked.transpose(-2, -3)
 
@@ -172,54 +175,18 @@ def pairwise_sum(x: Tensor) -> Tensor:
     """
     if x.shape[0] == 0:
         return x.new_zeros(x.shape[1:])
-    while x.shape[0] > 1:
-        paired = x[0 : x.shape[0] // 2 * 2]
+    while x.shape[0] > _FEW:
+        paired = x[: x.shape[0] // 2 * 2]
         last = x[paired.shape[0] :]
         x = paired[0::2] + paired[1::2]
         if last.shape[0]:
             x = torch.cat((x, last))
+    rows = list(x.unbind())
+    while len(rows) > 1:
+        last_row = rows[len(rows) // 2 * 2 :]
+        rows = [a + b for a, b in zip(rows[0::2], rows[1::2], strict=False)] + last_row
     # A single -0 would differ from -0 + 0 of a padded list.
-    total: Tensor = x[0] + 0.0
-    return total
-
-
-def exp64(x: Tensor) -> Tensor:
-    """``exp(x)`` of fp64 values from additions, multiplications and a power of two.
-
-    ``x = n ln 2 + r``, Taylor series of degree 13 on ``|r| <= ln(2) / 2``. Overflows to infinity
-    above 709 and gives zero below -708.
-    """
-    limited = x.clamp(-708.0, 709.0)
-    n = torch.round(limited * (1.0 / math.log(2.0)))
-    r = limited - n * _LN2_HIGH - n * _LN2_LOW
-    result = torch.full_like(r, 1.0 / math.factorial(13))
-    for degree in range(12, -1, -1):
-        result = result * r + 1.0 / math.factorial(degree)
-    power = ((n.to(torch.int64) + 1023) << 52).view(torch.float64)
-    result = result * power
-    result = torch.where(x > 709.0, math.inf, result)
-    return torch.where(x < -708.0, 0.0, result)
-
-
-def log1p64(e: Tensor) -> Tensor:
-    """``log(1 + e)`` of fp64 ``e >= 0`` from elementary operations.
-
-    ``log(1 + e) = log(u) e / (u - 1)`` with ``u`` the rounded sum restores the bits that the sum
-    loses; ``log(u)`` by the series of ``2 artanh((m - 1) / (m + 1))`` on the mantissa.
-    """
-    u = 1.0 + e
-    mantissa, exponent = torch.frexp(u)
-    low = mantissa < math.sqrt(0.5)
-    mantissa = torch.where(low, mantissa * 2.0, mantissa)
-    exponent = torch.where(low, exponent - 1, exponent).to(torch.float64)
-    s = (mantissa - 1.0) / (mantissa + 1.0)
-    square = s * s
-    series = torch.full_like(s, 1.0 / 23.0)
-    for odd in range(21, 0, -2):
-        series = series * square + 1.0 / odd
-    log = exponent * _LN2_HIGH + (exponent * _LN2_LOW + 2.0 * s * series)
-    gap = u - 1.0
-    return torch.where(gap == 0.0, e, log * (e / torch.where(gap == 0.0, 1.0, gap)))
+    return rows[0] + 0.0
 
 
 @dataclass(frozen=True)

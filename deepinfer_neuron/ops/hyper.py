@@ -83,7 +83,12 @@ def sinkhorn(x: Tensor, eps: float, iterations: int, arithmetic: Arithmetic) -> 
 
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """``a * b + c`` of fp32 tensors with one rounding (their product is exact in fp64)."""
-    return (a.to(torch.float64) * b.to(torch.float64) + c.to(torch.float64)).to(torch.float32)
+    return _fused(a.to(torch.float64), b.to(torch.float64), c)
+
+
+def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """The same for ``a`` and ``b`` that are fp64 already, so that a loop widens them once."""
+    return torch.addcmul(c.to(torch.float64), a, b).to(torch.float32)
 
 
 def collapse(trunk: Tensor, pre: Tensor, arithmetic: Arithmetic) -> Tensor:
@@ -91,9 +96,10 @@ def collapse(trunk: Tensor, pre: Tensor, arithmetic: Arithmetic) -> Tensor:
 
     Fused multiply-adds in fp32, stream 0 first, one rounding at the end.
     """
-    total = torch.zeros(trunk.shape[0], trunk.shape[2], dtype=torch.float32, device=trunk.device)
-    for stream in range(trunk.shape[1]):
-        total = fused_multiply_add(trunk[:, stream], pre[:, stream, None], total)
+    wide, weight = trunk.to(torch.float64), pre.to(torch.float64)
+    total = (wide[:, 0] * weight[:, 0, None]).to(torch.float32)
+    for stream in range(1, trunk.shape[1]):
+        total = _fused(wide[:, stream], weight[:, stream, None], total)
     return arithmetic.round(total)
 
 
@@ -109,8 +115,8 @@ def expand(out: Tensor, trunk: Tensor, mix: Mix, arithmetic: Arithmetic) -> Tens
     Returns:
         activation dtype ``[n, M, D]``.
     """
+    wide, comb = trunk.to(torch.float64), mix.comb.to(torch.float64)
     total = mix.post[:, :, None] * out[:, None, :].to(torch.float32)
     for stream in range(trunk.shape[1]):
-        weight = mix.comb[:, stream, :, None]
-        total = fused_multiply_add(trunk[:, stream, None, :], weight, total)
+        total = _fused(wide[:, stream, None, :], comb[:, stream, :, None], total)
     return arithmetic.round(total)

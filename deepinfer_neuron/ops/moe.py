@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deepinfer_neuron.ops.arithmetic import Arithmetic
 from deepinfer_neuron.ops.linear import linear_fp32
+from deepinfer_neuron.ops.norm import square_root
 from deepinfer_neuron.ops.quant import q8
 
 
@@ -35,7 +36,7 @@ def route(
     Returns:
         int64 experts ``[n, top_k]`` in descending rank, fp32 weights ``[n, top_k]``.
     """
-    score = torch.sqrt(arithmetic.order.softplus(linear_fp32(y, weight, arithmetic)))
+    score = square_root(arithmetic.order.softplus(linear_fp32(y, weight, arithmetic)))
     ranked = torch.sort(score + bias, dim=1, descending=True, stable=True)
     chosen = ranked.indices[:, :top_k]
     share = score.gather(1, chosen)

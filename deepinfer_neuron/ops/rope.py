@@ -10,6 +10,9 @@ from torch import Tensor
 
 from deepinfer_neuron.ops.arithmetic import Arithmetic
 
+_TABLE_ROWS = 1 << 14
+"""Positions computed at once, so that a long table needs little more than itself."""
+
 
 @dataclass(frozen=True)
 class Yarn:
@@ -39,10 +42,13 @@ def rope_table(length: int, width: int, theta: float, yarn: Yarn | None) -> Tens
     frequency = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     if yarn is not None:
         frequency = _interpolated(frequency, width, theta, yarn)
-    angle = torch.arange(length, dtype=torch.float32)[:, None] * frequency
-    # fp64 functions rounded once do not depend on where an element stands in a vector loop.
-    wide = angle.to(torch.float64)
-    return torch.cat((wide.cos(), wide.sin()), dim=1).to(torch.float32)
+    table = torch.empty(length, width, dtype=torch.float32)
+    for start in range(0, length, _TABLE_ROWS):
+        position = torch.arange(start, min(start + _TABLE_ROWS, length), dtype=torch.float32)
+        # fp64 functions rounded once do not depend on where an element stands in a vector loop.
+        angle = (position[:, None] * frequency).to(torch.float64)
+        table[start : start + _TABLE_ROWS] = torch.cat((angle.cos(), angle.sin()), dim=1)
+    return table
 
 
 def _interpolated(frequency: Tensor, width: int, theta: float, yarn: Yarn) -> Tensor:
@@ -83,7 +89,8 @@ def rope(x: Tensor, turns: Tensor, arithmetic: Arithmetic, *, inverse: bool = Fa
     x0, x1 = pairs[..., 0], pairs[..., 1]
     # A product of two fp32 numbers is exact in fp64, which makes the sum the fused operation.
     x0, c, s = x0.to(torch.float64), cos.to(torch.float64), sin.to(torch.float64)
-    y0 = (x0 * c - (x1 * sin).to(torch.float64)).to(torch.float32)
-    y1 = (x0 * s + (x1 * cos).to(torch.float64)).to(torch.float32)
-    turned = arithmetic.round(torch.stack((y0, y1), dim=-1).flatten(-2))
+    y0 = torch.addcmul((x1 * -sin).to(torch.float64), x0, c)
+    y1 = torch.addcmul((x1 * cos).to(torch.float64), x0, s)
+    turned = torch.stack((y0, y1), dim=-1).to(torch.float32).flatten(-2)
+    turned = arithmetic.round(turned)
     return torch.cat((x[..., :-width], turned), dim=-1)

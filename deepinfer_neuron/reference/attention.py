@@ -75,7 +75,7 @@ def rotate(x: Tensor, position: Tensor, frequency: Tensor, inverse: bool = False
     """
     width = 2 * frequency.numel()
     angle = position.to(torch.float32)[:, None] * frequency
-    angle = angle.view(angle.shape[0], *[1] * (x.dim() - 2), -1).double()
+    angle = angle.view(len(angle), *[1] * (x.dim() - 2), angle.shape[1]).double()
     # fp64 functions, rounded once, give the same bits wherever an element stands in a loop.
     cos, sin = angle.cos().float(), angle.sin().float()
     if inverse:
@@ -264,8 +264,13 @@ def best_entries(scores: Tensor, limit: int) -> Tensor:
     return order[scores[order] > -math.inf].sort().values
 
 
+def square_root(x: Tensor) -> Tensor:
+    """fp32 square root through fp64, because torch's fp32 one is not always correctly rounded."""
+    return x.double().sqrt().float()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding, ops: Primitives) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` along the last axis, one rounding at the end."""
     mean_square = ops.sum(x * x) / x.shape[-1]
-    scale = torch.sqrt(mean_square + eps).reciprocal()
+    scale = square_root(mean_square + eps).reciprocal()
     return rounding.bf16(x * scale[..., None] * weight)

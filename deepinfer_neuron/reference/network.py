@@ -18,7 +18,7 @@ from deepinfer_neuron.checkpoint.config import LayerSpec, ModelConfig
 from deepinfer_neuron.checkpoint.engram import EngramHasher
 from deepinfer_neuron.checkpoint.reader import Checkpoint
 from deepinfer_neuron.errors import RequestError
-from deepinfer_neuron.reference.attention import Attention, Shared, rms_norm
+from deepinfer_neuron.reference.attention import Attention, Shared, rms_norm, square_root
 from deepinfer_neuron.reference.primitives import PlainPrimitives, Primitives
 from deepinfer_neuron.reference.rounding import Rounding
 from deepinfer_neuron.reference.weights import Weights
@@ -191,7 +191,7 @@ class Network:
         flat = trunk.flatten(1)
         projected = ops.matmul_wide(flat, weights.plain(f"hc_{name}_fn"))
         mean_square = ops.sum(flat * flat) / flat.shape[1]
-        projected = projected * torch.sqrt(mean_square + c.rms_norm_eps).reciprocal()[:, None]
+        projected = projected * square_root(mean_square + c.rms_norm_eps).reciprocal()[:, None]
         scale = weights.plain(f"hc_{name}_scale").repeat_interleave(
             torch.tensor([streams, streams, streams * streams])
         )
@@ -266,7 +266,7 @@ class Network:
         The bias moves the selection only. The weights are the unbiased scores over their sum.
         """
         k = self.config.num_experts_per_tok
-        score = torch.sqrt(self.ops.softplus(self.ops.matmul(y, weights.plain("gate.weight"))))
+        score = square_root(self.ops.softplus(self.ops.matmul(y, weights.plain("gate.weight"))))
         rank = score + weights.plain("gate.bias")
         chosen = torch.argsort(rank, dim=1, descending=True, stable=True)[:, :k]
         share = score.gather(1, chosen)
@@ -302,11 +302,11 @@ class Network:
         weight = weights.plain("engram.q_weight") * weights.plain("engram.k_weight")
 
         def inverse_rms(x: Tensor) -> Tensor:
-            return torch.sqrt(ops.sum(x * x) / c.hidden_size + c.rms_norm_eps).reciprocal()
+            return square_root(ops.sum(x * x) / c.hidden_size + c.rms_norm_eps).reciprocal()
 
         dot = ops.sum(trunk * weight * key)
         dot = dot * inverse_rms(trunk) * inverse_rms(key) * c.hidden_size**-0.5
-        gate = ops.sigmoid(torch.copysign(torch.sqrt(dot.abs().clamp(min=1e-6)), dot))
+        gate = ops.sigmoid(torch.copysign(square_root(dot.abs().clamp(min=1e-6)), dot))
         return self.rounding.bf16(trunk + gate[..., None] * value[:, None]), gate
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 
 from deepinfer_neuron.errors import RequestError
@@ -32,7 +32,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         number = isinstance(self.temperature, (int, float)) and not _is_bool(self.temperature)
-        if not number or not math.isfinite(self.temperature) or self.temperature < 0:
+        if not number or not 0 <= self.temperature <= sys.float_info.max:
             raise RequestError(
                 f"temperature is {self.temperature!r}; give a finite number of at least 0 "
                 "(0 decodes greedily)"

@@ -24,8 +24,9 @@ def sampled_token(logits: Tensor, temperature: float, seed: int, index: int) -> 
         seed: of the request, in [0, 2^64).
         index: how many tokens the request has generated before this one.
     """
-    scaled = logits.to(torch.float64) / temperature
-    weights = torch.exp(scaled - scaled.amax()).numpy()
+    wide = logits.to(torch.float64)
+    # The largest logit is taken off first: a tiny temperature would make it infinite.
+    weights = torch.exp((wide - wide.amax()) / float(temperature)).numpy()
     cumulative = np.cumsum(weights)
     bits = np.random.Philox(key=seed, counter=index)
     uniform = np.random.Generator(bits).random()

@@ -6,6 +6,7 @@ Tests of codecs, quantizers and operators compare the package with these slow fo
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -78,6 +79,18 @@ def bf16(values: Floats | NDArray[np.float32]) -> NDArray[np.float32]:
         word = np.asarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
     word = word + 0x7FFF + (word >> 16 & 1) & 0xFFFF0000
     return word.astype(np.uint32).view(np.float32)
+
+
+def round_to_fp32(exact: Fraction) -> float:
+    """The nearest fp32 number, found among the neighbours of a guess."""
+    guess = np.float32(float(exact))
+    near = [np.nextafter(guess, np.float32(side)) for side in (-np.inf, np.inf)]
+    return float(min([guess, *near], key=lambda value: abs(Fraction(float(value)) - exact)))
+
+
+def fused(a: float, b: float, c: float) -> float:
+    """``a * b + c`` rounded once to fp32."""
+    return round_to_fp32(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c)))
 
 
 def wide(x: Tensor) -> Floats:

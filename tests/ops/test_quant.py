@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -22,9 +23,11 @@ from deepinfer_neuron.ops.quant import (
     q8,
     q8_codes,
     q8_values,
+    round_e4m3,
     ue8m0_scale,
 )
 from tests.ops.number_formats import (
+    E4M3_MAGNITUDES,
     Codes,
     Floats,
     e2m1_values,
@@ -136,6 +139,13 @@ class TestQ8:
         flag = 0 if sign > 0 else 0x80
         assert [int(c[0, 0]) - flag for c, _ in (at, above, below)] == [0x7E, 0x76, 0x7E]
 
+    @pytest.mark.parametrize(("amax", "kept"), [(448.0, 2.0**-9), (after(448.0), 0.0)])
+    def test_the_bump_doubles_the_smallest_step(self, amax: float, kept: float) -> None:
+        """So that 2^-9 becomes a tie and goes to zero."""
+        x = group(amax, 2.0**-9)
+        assert q8(x, ROUNDED)[0, :2].tolist() == [448.0, kept]
+        assert q8_values(*q8_codes(x))[0, :2].tolist() == [448.0, kept]
+
     def test_bytes_of_a_few_magnitudes(self) -> None:
         magnitudes = (1.0, 447.0, 448.0, 449.0, 896.0, 897.0)
         assert [int(q8_codes(group(a))[1]) for a in magnitudes] == [119, 127, 127, 128, 128, 129]
@@ -203,6 +213,28 @@ class TestQ8:
     def test_without_rounding_nothing_happens(self) -> None:
         x = mixed(8, torch.float32)
         assert q8(x, UNROUNDED) is x
+
+
+class TestRoundE4m3:
+    """Rounding to e4m3 values without their codes."""
+
+    def test_every_value_stays(self) -> None:
+        values = torch.from_numpy(E4M3_MAGNITUDES).to(torch.float32)
+        assert torch.equal(round_e4m3(values), values)
+        assert torch.equal(round_e4m3(-values), -values)
+
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_ties_and_their_neighbours(self, sign: int) -> None:
+        for low, high in itertools.pairwise(E4M3_MAGNITUDES):
+            middle = (low + high) / 2
+            x = sign * np.array([before(middle), middle, after(middle)])
+            want = e4m3_values(nearest_e4m3(x))
+            assert np.array_equal(wide(round_e4m3(torch.from_numpy(x).to(torch.float32))), want)
+
+    def test_random_values(self) -> None:
+        x = normal((5000,), 9, torch.float32) * torch.exp2(torch.linspace(-15, 6, 5000))
+        assert x.abs().max() < 448
+        assert np.array_equal(wide(round_e4m3(x)), e4m3_values(nearest_e4m3(wide(x))))
 
 
 class TestScaleRule:
