@@ -120,16 +120,18 @@ def dequantize_fp8(codes: Tensor, scale: Tensor) -> Tensor:
         scale: uint8 ``[ceil(N/32), ceil(K/32)]``.
 
     Returns:
-        bf16 ``[N, K]``. Partial blocks at the edges are allowed.
+        bf16 ``[N, K]``. Partial blocks at the edges are allowed. The NaN codes 0x7F and 0xFF,
+        which no valid weight has, read as 480 and -480.
     """
     rows, columns = codes.shape
-    wide = codes.view(torch.int8).to(torch.int16) << 4
-    values = (wide & -0x7810).view(torch.bfloat16)
+    values = _e4m3_bits(codes)
     if rows % FP8_BLOCK or columns % FP8_BLOCK:
         factors = expand_blocks(scale, rows, columns)
         return _apply_scale(values, factors, _E4M3_REBIAS)
-    blocked = values.view(rows // FP8_BLOCK, FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK)
-    return _apply_scale(blocked, scale[:, None, :, None], _E4M3_REBIAS).view(rows, columns)
+    # One factor per column is a third faster to apply than one per block.
+    wide = scale.repeat_interleave(FP8_BLOCK, dim=1)
+    blocked = values.view(rows // FP8_BLOCK, FP8_BLOCK, columns)
+    return _apply_scale(blocked, wide[:, None, :], _E4M3_REBIAS).view(rows, columns)
 
 
 def dequantize_fp8_rows(codes: Tensor, scale: Tensor) -> Tensor:
@@ -142,10 +144,15 @@ def dequantize_fp8_rows(codes: Tensor, scale: Tensor) -> Tensor:
     Returns:
         bf16 ``[..., C]``.
     """
-    wide = codes.view(torch.int8).to(torch.int16) << 4
-    values = (wide & -0x7810).view(torch.bfloat16)
+    values = _e4m3_bits(codes)
     grouped = values.view(*scale.shape, codes.shape[-1] // scale.shape[-1])
     return _apply_scale(grouped, scale[..., None], _E4M3_REBIAS).view(codes.shape)
+
+
+def _e4m3_bits(codes: Tensor) -> Tensor:
+    """e4m3 codes as bf16 values times 2^-120, same shape."""
+    wide = codes.view(torch.int8).to(torch.int16)
+    return wide.bitwise_left_shift_(4).bitwise_and_(-0x7810).view(torch.bfloat16)
 
 
 def decode_e2m1_bf16(packed: Tensor) -> Tensor:
@@ -154,9 +161,9 @@ def decode_e2m1_bf16(packed: Tensor) -> Tensor:
     Both nibbles of a byte are spread to one 32-bit word, so the pass writes each output once.
     """
     word = packed.to(torch.int32)
-    magnitude = ((word & 0x77) * ((1 << 6) | (1 << 18))) & 0x01C001C0
-    sign = ((word & 0x88) * ((1 << 12) | (1 << 24))) & -0x7FFF8000
-    return (magnitude | sign).view(torch.bfloat16)
+    magnitude = (word & 0x77).mul_((1 << 6) | (1 << 18)).bitwise_and_(0x01C001C0)
+    sign = word.bitwise_and_(0x88).mul_((1 << 12) | (1 << 24)).bitwise_and_(-0x7FFF8000)
+    return magnitude.bitwise_or_(sign).view(torch.bfloat16)
 
 
 def dequantize_fp4(packed: Tensor, scale: Tensor) -> Tensor:
@@ -177,10 +184,13 @@ def dequantize_fp4(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def _apply_scale(values: Tensor, scale: Tensor, rebias: int) -> Tensor:
-    """``values * 2^rebias * 2^(scale - 127)``, exact; ``values`` bf16, ``scale`` ue8m0 bytes."""
+    """``values * 2^rebias * 2^(scale - 127)``, exact and in place.
+
+    ``values`` bf16, ``scale`` ue8m0 bytes.
+    """
     largest = int(scale.max()) if scale.numel() else 0
     if largest + rebias <= 254:
         factor = ((scale.to(torch.int16) + rebias) << 7).view(torch.bfloat16)
-        return values * factor
+        return values.mul_(factor)
     # A scale this large would overflow the combined factor: restore the code's value first.
-    return values * 2.0**rebias * decode_ue8m0(scale).to(torch.bfloat16)
+    return values.mul_(2.0**rebias).mul_(decode_ue8m0(scale).to(torch.bfloat16))

@@ -12,7 +12,7 @@ from deepinfer_neuron.checkpoint.config import LayerSpec, ModelConfig
 from deepinfer_neuron.checkpoint.formats import dequantize_fp8_rows
 from deepinfer_neuron.checkpoint.reader import Checkpoint
 from deepinfer_neuron.model.attention import Attention, Published, Turns
-from deepinfer_neuron.model.matrix import WeightSource
+from deepinfer_neuron.model.matrix import ExpertBank, WeightSource
 from deepinfer_neuron.model.step import StepTensors
 from deepinfer_neuron.ops.engram import engram_update
 from deepinfer_neuron.ops.hyper import Mix, collapse, expand, mix_coefficients
@@ -73,10 +73,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = nn.ModuleDict(
             {part: source.fp8(f"{name}.shared_experts.{part}") for part in ("w1", "w3", "w2")}
         )
-        self.experts = [
-            tuple(source.expert(f"{name}.experts.{e}.{part}") for part in ("w1", "w3", "w2"))
-            for e in range(config.n_routed_experts)
-        ]
+        self.experts = ExpertBank(f"{name}.experts", config.n_routed_experts, source)
 
     def forward(self, y: Tensor) -> Tensor:
         """``[n, D]`` normed hidden states to ``[n, D]``."""
@@ -95,13 +92,11 @@ class MixtureOfExperts(nn.Module):
         """Outputs of every slot ``[n, k, D]``, one expert at a time over its rows."""
         slots = chosen.shape[1]
         order = torch.argsort(chosen.flatten(), stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts))
+        used, counts = chosen.unique(return_counts=True)
         out = torch.empty(chosen.numel(), x.shape[1], dtype=x.dtype)
         flat_share = share.flatten()
-        for expert, places in enumerate(order.split(counts.tolist())):
-            if not places.numel():
-                continue
-            gate, up, down = self.experts[expert]
+        for expert, places in zip(used.tolist(), order.split(counts.tolist()), strict=True):
+            gate, up, down = self.experts.matrices(expert)
             rows = x[places // slots]
             hidden = swiglu(
                 gate.apply(rows, self.arithmetic),

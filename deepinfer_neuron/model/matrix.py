@@ -86,6 +86,38 @@ class ExpertMatrix:
         return fp4_linear(x, self.weight, self.scale, arithmetic)
 
 
+class ExpertBank:
+    """The matrices of a layer's routed experts.
+
+    Packed ones are looked up when an expert is first chosen, so experts that are never chosen take
+    no memory at all.
+
+    Args:
+        name: their common prefix, such as ``layers.3.ffn.experts``.
+        count: number of experts.
+        source: weights.
+    """
+
+    def __init__(self, name: str, count: int, source: WeightSource) -> None:
+        self._name = name
+        self._source = source
+        self._known: dict[int, tuple[ExpertMatrix, ExpertMatrix, ExpertMatrix]] = {}
+        if source.expanded:
+            for expert in range(count):
+                self.matrices(expert)
+
+    def matrices(self, expert: int) -> tuple[ExpertMatrix, ExpertMatrix, ExpertMatrix]:
+        """Gate, up and down matrix of an expert."""
+        if expert not in self._known:
+            name, source = f"{self._name}.{expert}", self._source
+            self._known[expert] = (
+                source.expert(f"{name}.w1"),
+                source.expert(f"{name}.w3"),
+                source.expert(f"{name}.w2"),
+            )
+        return self._known[expert]
+
+
 @dataclass(frozen=True)
 class WeightSource:
     """Makes weight modules from a checkpoint.

@@ -74,10 +74,10 @@ def sinkhorn(x: Tensor, eps: float, iterations: int, arithmetic: Arithmetic) -> 
     total = arithmetic.order.sum
     x = arithmetic.order.exp(x - x.amax(dim=2, keepdim=True))
     x = x / total(x)[:, :, None] + eps
-    x = x / (total(x.mT)[:, None, :] + eps)
-    for _ in range(iterations - 1):
-        x = x / (total(x)[:, :, None] + eps)
-        x = x / (total(x.mT)[:, None, :] + eps)
+    for step in range(iterations):
+        if step:
+            x = x.div_(total(x).add_(eps)[:, :, None])
+        x = x.div_(total(x.mT).add_(eps)[:, None, :])
     return x
 
 

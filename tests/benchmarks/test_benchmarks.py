@@ -18,7 +18,7 @@ from benchmarks.machine import QUICK_PROBE, Machine, examine
 from benchmarks.measure import Task, measure_load, measure_memory, measure_speed
 from benchmarks.memory import in_child, peak_bytes, resident
 from benchmarks.report import BEGIN, END, render, write_between_markers
-from benchmarks.results import ModelResult, Report, WeightsResult
+from benchmarks.results import Load, Memory, ModelResult, Report, Speed, WeightsResult
 from benchmarks.timing import Budget, durations, repetitions
 from benchmarks.traffic import Traffic
 from benchmarks.workload import Sizes, Workload, decode, prefill, run_tokens
@@ -35,9 +35,19 @@ OpenCheckpoint = Callable[..., Checkpoint]
 SIZES = Sizes(24, (1, 3), 10, 30, Budget(1, 0.0), Budget(2, 60.0))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def task(checkpoint_dir: CheckpointDir) -> Task:
     return Task(checkpoint_dir("nano"), "packed", torch.get_num_threads(), SIZES)
+
+
+@pytest.fixture(scope="module")
+def memory(task: Task) -> Memory:
+    return measure_memory(task, "free")
+
+
+@pytest.fixture(scope="module")
+def speeds(task: Task) -> tuple[Speed, ...]:
+    return measure_speed(task, ("free", "fixed"))
 
 
 @pytest.fixture
@@ -197,8 +207,7 @@ def test_load(task: Task) -> None:
     assert load.warm > 0
 
 
-def test_memory(task: Task, config: ModelConfig) -> None:
-    memory = measure_memory(task, "free")
+def test_memory(memory: Memory, config: ModelConfig) -> None:
     assert [touched.steps for touched in memory.touched] == [1, 2, 3, 4]
     first, last = memory.touched[0], memory.touched[-1]
     assert first.expert_count == len(config.layers) * config.num_experts_per_tok
@@ -210,8 +219,7 @@ def test_memory(task: Task, config: ModelConfig) -> None:
     assert memory.allowance > memory.base.total
 
 
-def test_speed(task: Task, config: ModelConfig) -> None:
-    speeds = measure_speed(task, ("free", "fixed"))
+def test_speed(speeds: tuple[Speed, ...]) -> None:
     assert [speed.arithmetic for speed in speeds] == ["free", "fixed"]
     for speed in speeds:
         assert speed.prefill.tokens == SIZES.prompt
@@ -229,14 +237,9 @@ def test_speed(task: Task, config: ModelConfig) -> None:
 
 
 @pytest.fixture
-def report(task: Task) -> Report:
+def report(memory: Memory, speeds: tuple[Speed, ...]) -> Report:
     """Real results of ``nano``, presented as those of ``mid`` so that the bounds are shown."""
-    result = WeightsResult(
-        "packed",
-        measure_load(task),
-        (measure_memory(task, "free"),),
-        measure_speed(task, ("free", "fixed")),
-    )
+    result = WeightsResult("packed", Load(2.5, 1.25), (memory,), speeds)
     machine = Machine("A CPU", ("avx2",), 2, 1, 8 << 30, "Linux", "3.11", "2.13", 0.5, 20, 10, 90)
     model = ModelResult("mid", 4_100_000, 72, 9, (result,))
     return Report(machine, SIZES, (model,))
@@ -248,7 +251,7 @@ def test_report_shows_every_configuration(report: Report) -> None:
     assert sum(line.startswith("| packed | free | 24 |") for line in lines) == 1
     assert sum(line.startswith("| packed | fixed | 3 |") for line in lines) == 1
     assert "| weights | prefill | decode, batch 1 | decode, batch 3 |" in lines
-    assert any(line.startswith("| load, cold |") for line in lines)
+    assert "| load, cold | 2.50 s | below 5 s | yes |" in lines
     assert any(line.startswith("| resident after one decode step, free order") for line in lines)
     widths = {line.count("|") for line in lines if line.startswith("| packed")}
     assert widths <= {5, 8, 10, 12}
