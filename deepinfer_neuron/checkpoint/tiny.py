@@ -36,7 +36,7 @@ __all__ = ["PRESETS", "write_checkpoint"]
 INDEX_FILE = "model.safetensors.index.json"
 
 # Part of every stamp, so that a directory made by an older recipe is recognised as outdated.
-_RECIPE_VERSION = 1
+_RECIPE_VERSION = 2
 _STAMP_KEY = "deepinfer_neuron_synthetic"
 _ALIGNMENT = 8
 

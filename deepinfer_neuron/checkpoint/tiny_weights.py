@@ -49,12 +49,17 @@ class Recipe:
     which is the inverse square root of a matrix's input width.
     """
 
-    residual_shift: int = 0
-    """Powers of two taken from what attention and experts add to the trunk (wo_b and every w2)."""
     first_residual_shift: int = 0
-    """The same for the first block of a stack, whose input is the embedding itself."""
-    query_gain_shift: int = 0
-    """Powers of two added to the attention queries (wq_b), that is, to the attention logits."""
+    """Powers of two taken from what attention and experts add to the trunk (wo_b and every w2) in
+    the first block of a stack, whose input is the embedding itself."""
+    residual_shift: int = 0
+    """The same for the other blocks."""
+    quiet_shift: int = 0
+    """If not 0, what the other blocks add goes to 32 loud channels, which move on by 32 with every
+    site and are raised until the sum of squares over all channels is about the same (by whole
+    powers of two, rounded down). The rest is this many powers of two below the loud channels."""
+    query_shift: int = 0
+    """Powers of two added to the attention queries (wq_b), and so to the attention logits."""
     engram_value_shift: int = 0
     """Powers of two taken from the value rows of the Engram projection."""
     norm_spread: float = 0.15
@@ -74,7 +79,7 @@ class Recipe:
     sink_mean: float = 0.0
     """Mean of the attention sinks, which are logits."""
     sink_std: float = 1.0
-    """Standard deviation of the attention sinks."""
+    """Their standard deviation."""
     bias_std: float = 0.1
     """Standard deviation of the biases of image tower and aligner."""
     index_weight_gain: float = 1.0
@@ -92,8 +97,32 @@ class Recipe:
 WILD = Recipe()
 """Unit-variance residual branches: amplifies rounding differences from layer to layer."""
 
-CALM = Recipe(residual_shift=5, engram_value_shift=5, hc_pre_base=1.5, hc_comb_base=1.5)
-"""Weak residual branches, so that another order of summation hardly moves the logits."""
+CALM = Recipe(
+    residual_shift=6,
+    quiet_shift=7,
+    query_shift=1,
+    sink_mean=3.0,
+    engram_value_shift=1,
+    hc_scale=(0.25, 1.0),
+    hc_pre_base=1.5,
+    hc_comb_base=1.3,
+    hc_base_noise=0.8,
+    gate_bias_std=0.03,
+    head_gain=3.0,
+)
+"""Another order of summation hardly moves the logits, yet every part of the network does.
+
+The first block is strong, because its input carries no noise yet; so is the Engram memory, whose
+values pass no quantizer. The later blocks add about 1 % each: rounding the trunk to bfloat16 turns
+the smallest difference into a whole step now and then, so the noise grows with the square root of
+what they add, and less if few channels receive it.
+
+Measured on random tokens, fp64 against fp32 accumulation (logits of the median row, same argmax):
+nano up to 0.25 % at 150 tokens and 0.32 % at 600; tiny 0.03-0.16 % at 16, 0.19-0.31 % at 150 and
+0.26-0.36 % at 600; mid 0.24 % at 24 and 0.23 % at 200; argmax 99.2-100 %. Zeroing one output of a
+later layer moves the logits by 0.3-1.2 % (attention) and 0.5-1.5 % (experts), of the first layer by
+35-76 %, one Engram layer by 13-21 %.
+"""
 
 
 class Stream:
@@ -292,43 +321,52 @@ class WeightWriter:
         width = weight.shape[1] * (2 if packed else 1)
         variance = 1.0 if generic == "engram.embed.scale" else 1.0 / width
         mean_square = variance / (E2M1_MEAN_SQUARE if packed else E4M3_MEAN_SQUARE)
-        shift = self._shift(spec.name, generic)
-        count = math.prod(spec.shape)
-        mix = scale_mix(spec.name, mean_square, shift)
-        plain = _in_chunks(lambda size: mix.draw(stream, size), count, CODES_PER_CHUNK)
-        if generic != "engram.wkv.scale":
-            return plain
-        return self._lower_values(spec, mean_square, b"".join(part.tobytes() for part in plain))
+        shifts = self._row_shifts(spec, generic)
+        for shift in (int(shifts.min()), int(shifts.max())):
+            scale_mix(spec.name, mean_square, shift)
+        mix = scale_mix(spec.name, mean_square)
+        plain = _in_chunks(
+            lambda size: mix.draw(stream, size), math.prod(spec.shape), CODES_PER_CHUNK
+        )
+        return _lower_rows(plain, spec.shape, shifts) if shifts.any() else plain
 
-    def _shift(self, name: str, generic: str) -> int:
-        """Powers of two that the recipe takes from a matrix (negative: adds)."""
+    def _row_shifts(self, spec: TensorSpec, generic: str) -> NDArray[np.int64]:
+        """Powers of two taken from each row of a scale tensor (negative: added); ``[rows]``.
+
+        A single value stands for all rows.
+        """
+        recipe = self._recipe
         if generic == "attn.wq_b.scale":
-            return -self._recipe.query_gain_shift
+            return np.array([-recipe.query_shift])
+        if generic == "engram.wkv.scale":
+            # One key block per stream, then the value block.
+            keys = self._config.hc_mult * self._config.hidden_size // _BLOCK
+            return np.where(np.arange(spec.shape[0]) < keys, 0, recipe.engram_value_shift)
         if generic not in _RESIDUAL_OUTPUTS:
-            return 0
-        if name.startswith(("layers.0.", "mtp.0.")):
-            return self._recipe.first_residual_shift
-        return self._recipe.residual_shift
+            return np.array([0])
+        if spec.name.startswith(("layers.0.", "mtp.0.")):
+            return np.array([recipe.first_residual_shift])
+        if recipe.quiet_shift == 0:
+            return np.array([recipe.residual_shift])
+        blocks = self._config.hidden_size // _BLOCK
+        block = np.arange(spec.shape[0]) * blocks // spec.shape[0]
+        site = 2 * self._depth(spec.name) + generic.startswith("ffn.")
+        loud = recipe.residual_shift - int(math.log2(blocks) / 2)
+        return np.where(block == site % blocks, loud, loud + recipe.quiet_shift)
 
-    def _lower_values(self, spec: TensorSpec, mean_square: float, scales: bytes) -> Iterator[Bytes]:
-        """Lower the scale rows of the value block, which follows one key block per stream."""
-        shift = self._recipe.engram_value_shift
-        scale_mix(spec.name, mean_square, shift)
-        table = np.frombuffer(scales, np.uint8).reshape(spec.shape).copy()
-        table[self._config.hc_mult * self._config.hidden_size // _BLOCK :] -= np.uint8(shift)
-        yield table.reshape(-1)
+    def _depth(self, name: str) -> int:
+        """Number of a tensor's block; draft blocks continue the count behind the backbone."""
+        stack, number = name.split(".")[:2]
+        return int(number) + (self._config.num_hidden_layers if stack == "mtp" else 0)
 
     def _hc_base(self, name: str, stream: Stream) -> Bytes:
         """Bases of one mixer: 4 read logits, 4 write logits (0), 4 x 4 mixing logits.
 
-        A layer mainly reads the stream given by its number modulo the number of streams; draft
-        blocks continue the count behind the backbone.
+        A block mainly reads the stream given by its number modulo the number of streams.
         """
         streams = self._config.hc_mult
-        stack, number = name.split(".")[:2]
-        layer = int(number) + (self._config.num_hidden_layers if stack == "mtp" else 0)
         pre = np.full(streams, -self._recipe.hc_pre_base)
-        pre[layer % streams] = self._recipe.hc_pre_base
+        pre[self._depth(name) % streams] = self._recipe.hc_pre_base
         comb = (2.0 * np.eye(streams) - 1.0) * self._recipe.hc_comb_base
         base = np.concatenate([pre, np.zeros(streams), comb.reshape(-1)])
         noisy = base + self._recipe.hc_base_noise * stream.normal(len(base))
@@ -345,6 +383,14 @@ def _in_chunks(draw: Callable[[int], Bytes], count: int, limit: int) -> Iterator
     """Call ``draw`` with sizes of at most ``limit`` that add up to ``count``."""
     for start in range(0, count, limit):
         yield draw(min(limit, count - start))
+
+
+def _lower_rows(
+    plain: Iterator[Bytes], shape: tuple[int, ...], shifts: NDArray[np.int64]
+) -> Iterator[Bytes]:
+    """Scale bytes with ``shifts`` taken from their rows."""
+    table = np.frombuffer(b"".join(part.tobytes() for part in plain), np.uint8).reshape(shape)
+    yield (table - shifts[:, None]).astype(np.uint8).reshape(-1)
 
 
 def _normals(spec: TensorSpec, rule: Normal, stream: Stream) -> Iterator[Bytes]:

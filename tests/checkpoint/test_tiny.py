@@ -74,6 +74,16 @@ def tensor_bytes(weights: WeightWriter, name: str) -> NDArray[np.uint8]:
     return np.concatenate(list(weights.chunks(name)))
 
 
+def drop(config: ModelConfig, recipe: Recipe, name: str) -> NDArray[np.int64]:
+    """How much smaller the recipe makes each byte of a scale tensor."""
+    plain, lowered = (
+        tensor_bytes(WeightWriter(config, chosen, seed=0), name).astype(np.int64)
+        for chosen in (WILD, recipe)
+    )
+    shape = WeightWriter(config, recipe, seed=0).specs[name].shape
+    return (plain - lowered).reshape(shape)
+
+
 def values(weights: WeightWriter, name: str) -> NDArray[np.float32]:
     """A BF16 or F32 tensor as fp32."""
     raw = torch.from_numpy(tensor_bytes(weights, name))
@@ -284,20 +294,37 @@ class TestWeights:
                 scales = tensor_bytes(weights, name)
                 assert 10 <= scales.min() <= scales.max() <= 246
 
-    def test_calm_lowers_residual_branches_by_powers_of_two(self, nano_config: ModelConfig) -> None:
-        wild, calm = (WeightWriter(nano_config, recipe, seed=0) for recipe in (WILD, CALM))
-
-        def drop(name: str) -> NDArray[np.int64]:
-            return tensor_bytes(wild, name).astype(np.int64) - tensor_bytes(calm, name)
-
+    def test_shifts_take_powers_of_two(self, nano_config: ModelConfig) -> None:
+        recipe = Recipe(
+            first_residual_shift=2, residual_shift=5, engram_value_shift=3, query_shift=1
+        )
         for name in ("attn.wo_b", "ffn.experts.1.w2", "ffn.shared_experts.w2"):
-            assert set(drop(f"layers.4.{name}.scale")) == {CALM.residual_shift}
+            for block, shift in (("layers.0", 2), ("layers.4", 5), ("mtp.0", 2), ("mtp.1", 5)):
+                assert set(drop(nano_config, recipe, f"{block}.{name}.scale").ravel()) == {shift}
         for name in ("attn.wo_a", "ffn.experts.1.w1", "attn.wq_a"):
-            assert set(drop(f"layers.4.{name}.scale")) == {0}
-        engram = drop("layers.4.engram.wkv.scale").reshape(-1, 6)
+            assert not drop(nano_config, recipe, f"layers.4.{name}.scale").any()
+        assert set(drop(nano_config, recipe, "layers.4.attn.wq_b.scale").ravel()) == {-1}
+        engram = drop(nano_config, recipe, "layers.4.engram.wkv.scale")
         key_rows = 4 * nano_config.hidden_size // 32
         assert set(engram[:key_rows].ravel()) == {0}
-        assert set(engram[key_rows:].ravel()) == {CALM.engram_value_shift}
+        assert set(engram[key_rows:].ravel()) == {3}
+
+    def test_loud_channels_move_on_with_every_site(self, nano_config: ModelConfig) -> None:
+        """Of 128 channels, 32 are loud: they get a factor 2 back, half of it per doubling."""
+        recipe = Recipe(residual_shift=6, quiet_shift=7)
+        # One site for attention and one for experts in each of 9 layers and the draft blocks.
+        sites = {
+            "layers.1.attn.wo_b": 2,
+            "layers.1.ffn.experts.3.w2": 3,
+            "layers.2.ffn.shared_experts.w2": 5,
+            "mtp.1.attn.wo_b": 2 * 10,
+        }
+        for name, site in sites.items():
+            blocks = drop(nano_config, recipe, f"{name}.scale").reshape(4, -1)
+            shifts = [set(block) for block in blocks]
+            assert shifts.pop(site % 4) == {5}
+            assert shifts == [{12}] * 3
+        assert not drop(nano_config, recipe, "layers.0.attn.wo_b.scale").any()
 
     def test_unit_tensors(self, nano_config: ModelConfig) -> None:
         weights = WeightWriter(nano_config, CALM, seed=0)
