@@ -117,8 +117,8 @@ class Comparison:
     error: Tensor
     """fp32 per row: how far the trunk behind a part is off, the largest of the three parts.
 
-    It is relative to what the part adds to the trunk, or to a hundredth of the trunk where that
-    is more: the rounding of the trunk itself must not count.
+    It is relative to what the part adds to the trunk, or to a tenth of the trunk where that is
+    more: the rounding of the trunk itself must not count.
     """
     equal: Tensor
     """bool per row: the trunk behind each part is the same in every bit."""
@@ -132,17 +132,15 @@ def compare(fed: Fed, given: Given) -> Comparison:
     """Compare a fed layer with the reference's record of it."""
     record, rows = given.record, len(given.entered)
     error, equal = torch.zeros(rows), torch.ones(rows, dtype=torch.bool)
+    before_attention = _carry(given.attention_mix, given.entered)
+    before_ffn = _carry(given.ffn_mix, record.trunk_after_attention)
     for mine, theirs, carried in (
         (fed.entered, given.entered, record.trunk_in),
-        (
-            fed.after_attention,
-            record.trunk_after_attention,
-            _carry(given.attention_mix, given.entered),
-        ),
-        (fed.out, record.trunk_out, _carry(given.ffn_mix, record.trunk_after_attention)),
+        (fed.after_attention, record.trunk_after_attention, before_attention),
+        (fed.out, record.trunk_out, before_ffn),
     ):
         difference = torch.cat(mine).float() - theirs
-        scale = torch.maximum(_length(theirs - carried), 0.01 * _length(theirs))
+        scale = torch.maximum(_length(theirs - carried), 0.1 * _length(theirs))
         error = torch.maximum(error, _length(difference) / scale)
         equal &= (difference == 0).flatten(1).all(1)
     same = torch.ones(rows, dtype=torch.bool)
@@ -150,13 +148,15 @@ def compare(fed: Fed, given: Given) -> Comparison:
         pairs = zip(fed.selected, record.shared.selected, strict=True)
         same = torch.tensor([torch.equal(mine, theirs) for mine, theirs in pairs])
     mix = max(
-        float(
-            (torch.cat([getattr(part, name) for part in mine]) - getattr(theirs, name)).abs().max()
-        )
-        for mine, theirs in ((fed.attention_mix, given.attention_mix), (fed.ffn_mix, given.ffn_mix))
-        for name in ("pre", "post", "comb")
+        _mix_error(fed.attention_mix, given.attention_mix), _mix_error(fed.ffn_mix, given.ffn_mix)
     )
     return Comparison(error, equal, mix, same)
+
+
+def _mix_error(mine: Sequence[Mix], theirs: reference.Mix) -> float:
+    pre, post, comb = (torch.cat(parts) for parts in zip(*mine, strict=True))
+    pairs = ((pre, theirs.pre), (post, theirs.post), (comb, theirs.comb))
+    return max(float((a - b).abs().max()) for a, b in pairs)
 
 
 def _carry(mix: reference.Mix, trunk: Tensor) -> Tensor:
