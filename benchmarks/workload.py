@@ -124,8 +124,8 @@ def run_tokens(
                 start_position=fed.start,
                 state_slot=member.state_slot,
                 block_table=member.block_table,
-                engram_rows=worker.engram_rows(member.compressed, fed.start, fed.stop),
-                wants_logits=logits,
+                engram_rows=worker.engram_rows([(member.compressed[: fed.stop], fed.start)]),
+                num_outputs=int(logits),
             )
             for member, fed in zip(members, ranges, strict=True)
         ]
@@ -147,7 +147,7 @@ def decode(worker: Worker, members: Sequence[Member], step: int) -> Tensor:
 
 def engram_rows(worker: Worker, members: Sequence[Member], step: int) -> int:
     """Distinct Engram table rows of a decode step, summed over the tables."""
-    wanted = [
-        worker.engram_rows(m.compressed, m.prompt + step, m.prompt + step + 1) for m in members
-    ]
-    return sum(len(np.unique(table)) for table in np.concatenate(wanted, axis=1))
+    wanted = worker.engram_rows(
+        [(m.compressed[: m.prompt + step + 1], m.prompt + step) for m in members]
+    )
+    return sum(len(np.unique(table)) for table in wanted)

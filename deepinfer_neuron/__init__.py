@@ -11,16 +11,27 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepinfer_neuron.llm import LLM
+    from deepinfer_neuron.llm import LLM, ChatOptions, RequestOutput
     from deepinfer_neuron.sampling.params import SamplingParams
+    from deepinfer_neuron.sampling.structured import StructuredOutput
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "ChatOptions",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutput",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "deepinfer_neuron.llm",
+    "ChatOptions": "deepinfer_neuron.llm",
+    "RequestOutput": "deepinfer_neuron.llm",
     "SamplingParams": "deepinfer_neuron.sampling.params",
+    "StructuredOutput": "deepinfer_neuron.sampling.structured",
 }
 
 

@@ -3,77 +3,172 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import abc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NoReturn, TypedDict, cast
+from typing import Literal, TypeVar
 
 from tqdm import tqdm
 
 from deepinfer_neuron.checkpoint.reader import Checkpoint
-from deepinfer_neuron.engine.generator import Generator
+from deepinfer_neuron.engine.build import Parts, build_engine
+from deepinfer_neuron.engine.config import EngineOptions, check_integer
+from deepinfer_neuron.engine.core import EngineCore, NewRequest, Tracked
+from deepinfer_neuron.engine.inputs import (
+    EncodedPrompt,
+    Prompt,
+    encode_prompt,
+    params_per_prompt,
+)
 from deepinfer_neuron.engine.outputs import (
     CompletionOutput,
+    EngineStats,
     FinishReason,
     RequestMetrics,
     RequestOutput,
+    TokenLogprobs,
 )
-from deepinfer_neuron.engine.sequence import Sequence
 from deepinfer_neuron.errors import ConfigError, RequestError
 from deepinfer_neuron.ops.arithmetic import fixed_arithmetic, free_arithmetic
 from deepinfer_neuron.platform import get_platform
-from deepinfer_neuron.runner.worker import Worker, expanded_bytes
+from deepinfer_neuron.runner.worker import expanded_bytes
 from deepinfer_neuron.sampling.params import SamplingParams
+from deepinfer_neuron.sampling.state import completion_seed
 from deepinfer_neuron.settings import WEIGHTS_MODES, Settings, WeightsMode
+from deepinfer_neuron.text.chat import ChatFormat, ParsedMessage, RenderedChat
 from deepinfer_neuron.text.tokenizer import Tokenizer
 
 __all__ = [
     "LLM",
+    "ChatOptions",
+    "ChatOutput",
+    "CompletionDelta",
     "CompletionOutput",
+    "EngineStats",
     "FinishReason",
     "Prompt",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "TokenLogprobs",
 ]
 
-_DEFAULT_MODEL_LEN = 4096
-_DEFAULT_BATCHED_TOKENS = 512
+_T = TypeVar("_T")
+
 _EXPAND_BELOW = 0.5
 """Expand weights only if they take less than this share of the available memory."""
 
 
-class TextPrompt(TypedDict):
-    """A prompt as text."""
+@dataclass(frozen=True)
+class CompletionDelta:
+    """What one step added to a streamed completion."""
 
-    prompt: str
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    """``None`` while more will come."""
+    stop_reason: int | str | None
 
 
-class TokensPrompt(TypedDict):
-    """A prompt as token ids."""
-
-    prompt_token_ids: list[int]
+Messages = Sequence[Mapping[str, object]]
+"""One conversation: OpenAI messages."""
 
 
-Prompt = str | TextPrompt | TokensPrompt
+@dataclass(frozen=True)
+class ChatOptions:
+    """How conversations are put to the model.
+
+    Attributes:
+        tools: OpenAI function tools.
+        tool_choice: ``"auto"`` (also ``None``), ``"none"``, ``"required"`` or a named function.
+        thinking: whether the model reasons before it answers.
+        reasoning_effort: ``"low"``, ``"high"`` (also ``None``), ``"xhigh"``, ``"max"``.
+        response_format: tells the model the form of its answer; a structured output forces it.
+        continue_final_message: continue the last message instead of answering it.
+    """
+
+    tools: Sequence[Mapping[str, object]] | None = None
+    tool_choice: str | Mapping[str, object] | None = None
+    thinking: bool = True
+    reasoning_effort: str | None = None
+    response_format: Mapping[str, object] | None = None
+    continue_final_message: bool = False
+
+    def render(self, form: ChatFormat, messages: Messages) -> RenderedChat:
+        """The prompt of a conversation."""
+        return form.render(
+            messages,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            thinking=self.thinking,
+            reasoning_effort=self.reasoning_effort,
+            response_format=self.response_format,
+            continue_final_message=self.continue_final_message,
+        )
+
+
+@dataclass(frozen=True)
+class ChatOutput:
+    """The answer to a conversation."""
+
+    request: RequestOutput
+    """Tokens, raw text and times; ``prompt`` is the rendered conversation."""
+    messages: list[ParsedMessage]
+    """Content, reasoning and tool calls of each completion."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A prompt on its way, with its completions."""
+
+    prompt: EncodedPrompt
+    request_id: str
+    completions: list[Tracked]
+
+    def output(self) -> RequestOutput:
+        first = self.completions[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt.text,
+            prompt_token_ids=self.prompt.token_ids,
+            outputs=[tracked.completion.output() for tracked in self.completions],
+            finished=all(tracked.finished for tracked in self.completions),
+            metrics=first.metrics(),
+            prompt_logprobs=first.prompt_logprobs(),
+        )
 
 
 class LLM:
     """A loaded model.
 
+    Calls may come from several threads; their requests share the batch. ``engine`` is the part
+    below: whoever steps it by hand must be the only one to use the object.
+
     Args:
         model: checkpoint directory.
+        tokenizer: directory of the tokenizer files, if not the checkpoint's.
         device: ``"cpu"``.
         dtype: ``"bfloat16"``, the only activation format the checkpoints are made for.
         max_model_len: most tokens of a sequence, prompt included; by default 4096 or what the
             model supports, whichever is less.
-        max_num_seqs: most sequences decoded together.
-        max_num_batched_tokens: most prompt tokens of one prefill step, 512 by default.
+        max_num_seqs: most sequences that hold memory at once; by default 32, or
+            ``max_num_batched_tokens`` if that is less.
+        max_num_batched_tokens: most rows of one step, 512 by default.
+        num_blocks: blocks of 128 tokens in the paged caches, one of them reserved; by default
+            what ``max_num_seqs`` sequences can need, within a quarter of the available memory.
+        enable_prefix_caching: let prompts continue from known prefixes. Changes no result.
+        prefill_attempt_interval: while requests are running, only every so many steps carry
+            prompt rows; 1 by default, or what ``DEEPINFER_PREFILL_ATTEMPT_INTERVAL`` says.
+        asynchronous: plan a step while the one before runs. Changes no result. On by default, or
+            what ``DEEPINFER_ZERO_OVERHEAD_SCHEDULING`` says.
         weights: ``"packed"`` keeps quantized weights memory-mapped as stored, ``"expanded"``
             decodes them to bf16 once, ``"auto"`` expands when they fit into half of the available
-            memory. Results agree. By default what ``DEEPINFER_NEURON_WEIGHTS`` says.
+            memory. By default what ``DEEPINFER_NEURON_WEIGHTS`` says.
         batch_invariant: fixed-order arithmetic, whose results for a request do not depend on what
             else runs. By default what ``DEEPINFER_BATCH_INVARIANT`` says.
         seed: seed of the requests that bring none.
@@ -89,11 +184,16 @@ class LLM:
         self,
         model: str | Path,
         *,
+        tokenizer: str | Path | None = None,
         device: str = "cpu",
         dtype: Literal["bfloat16"] = "bfloat16",
         max_model_len: int | None = None,
-        max_num_seqs: int = 32,
+        max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        num_blocks: int | None = None,
+        enable_prefix_caching: bool = True,
+        prefill_attempt_interval: int | None = None,
+        asynchronous: bool | None = None,
         weights: WeightsMode | None = None,
         batch_invariant: bool | None = None,
         seed: int = 0,
@@ -103,39 +203,33 @@ class LLM:
         platform = get_platform(device)
         if dtype != "bfloat16":
             raise ConfigError(f"dtype {dtype!r} is not supported; use 'bfloat16'")
+        self._seed = check_integer("seed", seed, 0, 2**64 - 1)
         self.checkpoint = Checkpoint.open(model)
         config = self.checkpoint.config
-        self.max_model_len = _model_len(max_model_len, config.max_position_embeddings)
-        self._seed = _integer("seed", seed, 0, 2**64 - 1)
+        self.tokenizer = Tokenizer.load(tokenizer or self.checkpoint.directory, config)
+        memory = platform.available_memory_bytes()
+        self.weights = _weights_mode(weights or settings.weights, expanded_bytes(config), memory)
+        self.config = EngineOptions(
+            max_model_len,
+            max_num_seqs,
+            max_num_batched_tokens,
+            num_blocks,
+            enable_prefix_caching,
+            _given(prefill_attempt_interval, settings.prefill_attempt_interval),
+            _given(asynchronous, settings.zero_overhead_scheduling),
+        ).resolve(config, memory)
+        fixed = _given(batch_invariant, settings.batch_invariant)
+        arithmetic = fixed_arithmetic() if fixed else free_arithmetic()
+        expanded = self.weights == "expanded"
+        parts = Parts(self.checkpoint, self.tokenizer, settings, arithmetic, expanded, progress)
+        self.engine: EngineCore = build_engine(parts, self.config)
+        self._lock = threading.Lock()
         self._next_id = 0
-        self.tokenizer = Tokenizer.load(self.checkpoint.directory, config)
-        mode = settings.weights if weights is None else weights
-        fixed = settings.batch_invariant if batch_invariant is None else batch_invariant
-        self.weights = _weights_mode(
-            mode, expanded_bytes(config), platform.available_memory_bytes()
-        )
-        worker = Worker(
-            self.checkpoint,
-            fixed_arithmetic() if fixed else free_arithmetic(),
-            expanded=self.weights == "expanded",
-            max_length=self.max_model_len,
-            progress=progress,
-        )
-        batched = _DEFAULT_BATCHED_TOKENS
-        if max_num_batched_tokens is not None:
-            batched = _integer("max_num_batched_tokens", max_num_batched_tokens, 1, 2**31 - 1)
-        self._generator = Generator(
-            worker,
-            config.eos_token_id,
-            self.max_model_len,
-            _integer("max_num_seqs", max_num_seqs, 1, 65536),
-            batched,
-        )
 
     def generate(
         self,
-        prompts: Prompt | abc.Sequence[Prompt],
-        sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts.
@@ -146,28 +240,97 @@ class LLM:
             use_tqdm: show a progress bar.
 
         Returns:
-            one output per prompt, in order.
+            one output per prompt, in order. A request that failed on its own, such as one with a
+            wrong grammar, has finish reason ``"error"`` and the cause as its stop reason.
 
         Raises:
             RequestError: a prompt is empty, too long, or holds an id outside the vocabulary; or
                 the number of parameters differs from the number of prompts. Nothing has run then.
         """
-        batch = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
-        params = _params_per_prompt(sampling_params, len(batch))
-        arrival = time.monotonic()
-        sequences = [
-            Sequence(ids, p, self._request_seed(p, index), arrival)
-            for index, (ids, p) in enumerate(
-                zip((self._token_ids(prompt) for prompt in batch), params, strict=True)
+        batch = _as_list(prompts)
+        params = params_per_prompt(sampling_params, len(batch))
+        encoded = [self._encode(prompt) for prompt in batch]
+        jobs = self._submit(encoded, params)
+        tracked = [item for job in jobs for item in job.completions]
+        with (
+            self._aborting(tracked),
+            tqdm(desc="generating", unit="token", disable=not use_tqdm) as bar,
+        ):
+            produced = 0
+            while not all(item.finished for item in tracked):
+                self._step()
+                count = sum(len(item.request.token_ids) for item in tracked)
+                bar.update(count - produced)
+                produced = count
+        return [job.output() for job in jobs]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[CompletionDelta]:
+        """Complete a prompt piece by piece.
+
+        The request ends when the iterator is closed.
+
+        Args:
+            prompt: as for :meth:`generate`.
+            sampling_params: its parameters.
+
+        Yields:
+            what each step added; the last delta of a completion has a finish reason.
+
+        Raises:
+            RequestError: as :meth:`generate` does, before anything is yielded.
+        """
+        params = params_per_prompt(sampling_params, 1)
+        (job,) = self._submit([self._encode(prompt)], params)
+        return self._deltas(job.completions)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        options: ChatOptions | None = None,
+    ) -> list[ChatOutput]:
+        """Answer conversations.
+
+        Args:
+            messages: OpenAI messages of one conversation, or a list of conversations.
+            sampling_params: as for :meth:`generate`.
+            use_tqdm: show a progress bar.
+            options: tools, thinking and the like, for all conversations.
+
+        Returns:
+            one output per conversation, each with a parsed message per completion.
+
+        Raises:
+            RequestError: messages or options that the model's chat form cannot hold; otherwise
+                as :meth:`generate`.
+        """
+        format_ = ChatFormat(self.tokenizer)
+        wanted = options or ChatOptions()
+        rendered = [wanted.render(format_, chat) for chat in _conversations(messages)]
+        prompts: list[Prompt] = [{"prompt_token_ids": list(chat.token_ids)} for chat in rendered]
+        outputs = self.generate(prompts, sampling_params, use_tqdm)
+        return [
+            ChatOutput(
+                replace(output, prompt=chat.text),
+                [format_.parse(completion.text, chat.start) for completion in output.outputs],
             )
+            for output, chat in zip(outputs, rendered, strict=True)
         ]
-        with tqdm(desc="generating", unit="token", disable=not use_tqdm) as bar:
-            self._generator.run(sequences, lambda _: _advance(bar))
-        return [self._output(_text(p), s) for p, s in zip(batch, sequences, strict=True)]
+
+    def stats(self) -> EngineStats:
+        """Counters since loading, and present load."""
+        with self._lock:
+            return self.engine.stats()
 
     def close(self) -> None:
-        """Release the checkpoint's files; the object cannot generate any more."""
-        self.checkpoint.close()
+        """Stop the engine and release the checkpoint's files."""
+        with self._lock:
+            self.engine.close()
+            self.checkpoint.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -180,123 +343,129 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        """Checked token ids of a prompt."""
-        if isinstance(prompt, str):
-            ids = self._encode(prompt)
-        elif isinstance(prompt, dict) and prompt.keys() == {"prompt"}:
-            ids = self._encode(prompt.get("prompt"))
-        elif isinstance(prompt, dict) and prompt.keys() == {"prompt_token_ids"}:
-            given = prompt.get("prompt_token_ids")
-            ids = _checked_ids(given, self.checkpoint.config.vocab_size)
-        else:
-            raise RequestError(_prompt_form(prompt))
-        if len(ids) >= self.max_model_len:
+    def _encode(self, prompt: object) -> EncodedPrompt:
+        encoded = encode_prompt(prompt, self.tokenizer, self.checkpoint.config.vocab_size)
+        if len(encoded.token_ids) >= self.config.max_model_len:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens; at most {self.max_model_len - 1} fit into "
-                f"max_model_len {self.max_model_len} with one token to generate. Shorten the "
-                "prompt or raise max_model_len."
+                f"the prompt has {len(encoded.token_ids)} tokens; at most "
+                f"{self.config.max_model_len - 1} fit into max_model_len "
+                f"{self.config.max_model_len} with one token to generate. Shorten the prompt or "
+                "raise max_model_len."
             )
-        return ids
+        return encoded
 
-    def _encode(self, text: object) -> list[int]:
-        if not isinstance(text, str):
-            raise RequestError(f"the prompt's text is a {type(text).__name__}; give a str")
-        if not text:
-            raise RequestError(
-                "the prompt is empty; give text, or {'prompt_token_ids': [bos_token_id]} to start "
-                "from nothing"
-            )
-        return self.tokenizer.encode(text)
+    def _submit(
+        self, prompts: Sequence[EncodedPrompt], params: Sequence[SamplingParams]
+    ) -> list[_Job]:
+        """Give prompts to the engine, each with as many requests as it wants completions."""
+        arrival = time.monotonic()
+        jobs = []
+        with self._lock:
+            for prompt, wanted in zip(prompts, params, strict=True):
+                number = self._next_id
+                self._next_id += 1
+                seed = wanted.seed
+                if seed is None:
+                    seed = (self._seed * 0x9E3779B97F4A7C15 + number) % 2**64
+                completions = [
+                    self.engine.add(
+                        NewRequest(
+                            request_id=f"{number}-{index}",
+                            prompt_token_ids=prompt.token_ids,
+                            params=_completion_params(wanted, index),
+                            seed=completion_seed(seed, index),
+                            index=index,
+                            arrival_time=arrival,
+                        )
+                    )
+                    for index in range(wanted.n)
+                ]
+                jobs.append(_Job(prompt, str(number), completions))
+        return jobs
 
-    def _request_seed(self, params: SamplingParams, index: int) -> int:
-        """The request's own seed, or one that differs between the requests of this object."""
-        if params.seed is not None:
-            return params.seed
-        return (self._seed * 0x9E3779B97F4A7C15 + self._next_id + index) % 2**64
+    def _step(self) -> None:
+        with self._lock:
+            if self.engine.has_unfinished:
+                self.engine.step()
 
-    def _output(self, text: str | None, sequence: Sequence) -> RequestOutput:
-        assert sequence.finish_reason is not None
-        completion = CompletionOutput(
-            0,
-            self.tokenizer.decode(sequence.token_ids),
-            sequence.token_ids,
-            sequence.finish_reason,
-        )
-        request_id = str(self._next_id)
-        self._next_id += 1
-        return RequestOutput(
-            request_id, text, sequence.prompt_token_ids, [completion], True, sequence.metrics()
-        )
+    def _aborting(self, tracked: Sequence[Tracked]) -> _AbortOnExit:
+        return _AbortOnExit(self.engine, self._lock, tracked)
 
-
-def _advance(bar: tqdm[NoReturn]) -> None:
-    bar.update()
-
-
-def _text(prompt: Prompt) -> str | None:
-    """The text of a prompt that was given as text."""
-    if isinstance(prompt, str):
-        return prompt
-    text = cast(Mapping[str, object], prompt).get("prompt")
-    return text if isinstance(text, str) else None
-
-
-def _prompt_form(prompt: object) -> str:
-    return (
-        f"a prompt is {str(prompt)[:80]!r}; give a str, {{'prompt': text}} or "
-        "{'prompt_token_ids': ids}"
-    )
-
-
-def _checked_ids(ids: object, vocab_size: int) -> list[int]:
-    if not isinstance(ids, abc.Sequence) or isinstance(ids, (str, bytes)):
-        raise RequestError(f"prompt_token_ids is a {type(ids).__name__}; give a list of integers")
-    if len(ids) == 0:
-        raise RequestError("prompt_token_ids is empty; give at least one token id")
-    for position, token in enumerate(ids):
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise RequestError(
-                f"prompt_token_ids[{position}] is {token!r}; give integers from 0 to "
-                f"{vocab_size - 1}"
-            )
-    return list(ids)
+    def _deltas(self, tracked: Sequence[Tracked]) -> Iterator[CompletionDelta]:
+        sent = [(0, 0)] * len(tracked)
+        open_ends = set(range(len(tracked)))
+        with self._aborting(tracked):
+            while open_ends:
+                self._step()
+                for place in sorted(open_ends):
+                    completion = tracked[place].completion
+                    characters, tokens = sent[place]
+                    text, ids = completion.text[characters:], completion.token_ids[tokens:]
+                    finished = tracked[place].finished
+                    if not finished and not ids:
+                        continue
+                    sent[place] = (len(completion.text), len(completion.token_ids))
+                    if finished:
+                        open_ends.discard(place)
+                    yield CompletionDelta(
+                        completion.index,
+                        text,
+                        ids,
+                        completion.finish_reason if finished else None,
+                        completion.stop_reason if finished else None,
+                    )
 
 
-def _params_per_prompt(
-    given: SamplingParams | abc.Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if given is None:
-        given = SamplingParams()
-    params = [given] * count if isinstance(given, SamplingParams) else list(given)
-    if len(params) != count:
+class _AbortOnExit:
+    """Ends whatever is still running of a call when it leaves, on every path."""
+
+    def __init__(self, core: EngineCore, lock: threading.Lock, tracked: Sequence[Tracked]) -> None:
+        self._core, self._lock, self._tracked = core, lock, tracked
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._lock:
+            for item in self._tracked:
+                if not item.finished:
+                    self._core.abort(item.request.request_id)
+
+
+def _completion_params(params: SamplingParams, index: int) -> SamplingParams:
+    """Only the first completion of a prompt scores it."""
+    if index == 0 or params.prompt_logprobs is None:
+        return params
+    return replace(params, prompt_logprobs=None)
+
+
+def _as_list(prompts: object) -> list[object]:
+    if isinstance(prompts, str | abc.Mapping):
+        return [prompts]
+    if not isinstance(prompts, abc.Sequence):
+        raise RequestError(f"prompts is a {type(prompts).__name__}; give a prompt or a list")
+    return list(prompts)
+
+
+def _conversations(messages: object) -> list[Messages]:
+    """One conversation or a list of them, as a list."""
+    if not isinstance(messages, abc.Sequence) or isinstance(messages, str | bytes):
         raise RequestError(
-            f"{len(params)} sampling parameters were given for {count} prompts; give one for all "
-            "or one per prompt"
+            f"messages is a {type(messages).__name__}; give a list of messages, or a list of such "
+            "lists"
         )
-    for item in params:
-        if not isinstance(item, SamplingParams):
-            raise RequestError(
-                f"a sampling parameter is a {type(item).__name__}; give SamplingParams"
-            )
-    return params
+    if messages and all(isinstance(item, abc.Mapping) for item in messages):
+        return [messages]
+    return list(messages)
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}; give an integer from {low} to {high}")
-    return value
-
-
-def _model_len(given: int | None, supported: int) -> int:
-    if given is None:
-        return min(_DEFAULT_MODEL_LEN, supported)
-    if isinstance(given, int) and not isinstance(given, bool) and given > supported:
-        raise ConfigError(
-            f"max_model_len is {given}; the model supports at most {supported} "
-            "(max_position_embeddings)"
-        )
-    return _integer("max_model_len", given, 2, supported)
+def _given(value: _T | None, default: _T) -> _T:
+    return default if value is None else value
 
 
 def _weights_mode(mode: str, expanded: int, available: int) -> WeightsMode:

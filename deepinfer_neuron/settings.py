@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -13,6 +14,8 @@ WeightsMode = Literal["auto", "packed", "expanded"]
 
 WEIGHTS_MODES: tuple[WeightsMode, ...] = get_args(WeightsMode)
 
+_BLACKLIST = "DEEPINFER_DECODE_TOKEN_BLACKLIST"
+_RANGE = re.compile(r"([0-9]{1,10})(?:\.\.([0-9]{1,10}))?")
 _FALSE_WORDS = frozenset({"0", "", "false", "False"})
 
 
@@ -23,10 +26,36 @@ class Settings:
     ``batch_invariant`` (``DEEPINFER_BATCH_INVARIANT``, default off): a request's result does not
     depend on what else is in the batch, bit for bit.
     ``weights`` (``DEEPINFER_NEURON_WEIGHTS``, default ``auto``): see :data:`WeightsMode`.
+    ``token_blacklist`` (``DEEPINFER_DECODE_TOKEN_BLACKLIST``, default empty): ids that are never
+    sampled, ascending and disjoint, as in ``0..3,7,10..12`` (both ends of a range included).
+    ``sum_smaller_probs`` (``DEEPINFER_COMPUTE_SUM_SMALLER_PROBS``, default off): report with every
+    token the probability of drawing a token at most as probable.
+    ``force_topk`` (``DEEPINFER_SAMPLER_FORCE_TOPK``, default 0, which is off): sample among this
+    many largest logits only.
+    ``xgrammar_timeout`` (``DEEPINFER_XGRAMMAR_TIMEOUT``, default 20): seconds in which a grammar
+    has to compile.
+    ``xgrammar_disable_cache`` (``DEEPINFER_XGRAMMAR_DISABLE_CACHE``, default off): compile a
+    grammar again for every request.
+    ``xgrammar_cache_limit_bytes`` (``DEEPINFER_XGRAMMAR_CACHE_LIMIT_BYTES``, default 10 GiB): bytes
+    of the compiled grammars that are kept.
+    ``so_builder_cpus`` (``DEEPINFER_SO_BUILDER_CPUS``, default 4): grammars compiled at once.
+    ``zero_overhead_scheduling`` (``DEEPINFER_ZERO_OVERHEAD_SCHEDULING``, default on): plan a step
+    while the one before runs. Changes no result.
+    ``prefill_attempt_interval`` (``DEEPINFER_PREFILL_ATTEMPT_INTERVAL``, default 1): while requests
+    are running, only every so many steps carry prompt rows.
     """
 
     batch_invariant: bool = False
     weights: WeightsMode = "auto"
+    token_blacklist: tuple[range, ...] = ()
+    sum_smaller_probs: bool = False
+    force_topk: int = 0
+    xgrammar_timeout: int = 20
+    xgrammar_disable_cache: bool = False
+    xgrammar_cache_limit_bytes: int = 10 << 30
+    so_builder_cpus: int = 4
+    zero_overhead_scheduling: bool = True
+    prefill_attempt_interval: int = 1
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Settings:
@@ -37,12 +66,39 @@ class Settings:
         return cls(
             batch_invariant=_flag(environ, "DEEPINFER_BATCH_INVARIANT"),
             weights=_weights(environ, "DEEPINFER_NEURON_WEIGHTS"),
+            token_blacklist=_ranges(environ, _BLACKLIST),
+            sum_smaller_probs=_flag(environ, "DEEPINFER_COMPUTE_SUM_SMALLER_PROBS"),
+            force_topk=_count(environ, "DEEPINFER_SAMPLER_FORCE_TOPK"),
+            xgrammar_timeout=_count(environ, "DEEPINFER_XGRAMMAR_TIMEOUT", "20"),
+            xgrammar_disable_cache=_flag(environ, "DEEPINFER_XGRAMMAR_DISABLE_CACHE"),
+            xgrammar_cache_limit_bytes=_count(
+                environ, "DEEPINFER_XGRAMMAR_CACHE_LIMIT_BYTES", str(10 << 30)
+            ),
+            so_builder_cpus=_count(environ, "DEEPINFER_SO_BUILDER_CPUS", "4") or 1,
+            zero_overhead_scheduling=_flag(environ, "DEEPINFER_ZERO_OVERHEAD_SCHEDULING", "1"),
+            prefill_attempt_interval=_count(environ, "DEEPINFER_PREFILL_ATTEMPT_INTERVAL") or 1,
         )
 
+    def blacklisted_tokens(self, vocab_size: int) -> tuple[int, ...]:
+        """The ids of ``token_blacklist``.
 
-def _flag(environ: Mapping[str, str], name: str) -> bool:
-    """Whether the flag ``name`` is on: unset, ``0``, empty, ``false`` and ``False`` mean off."""
-    return environ.get(name, "") not in _FALSE_WORDS
+        Raises :class:`ConfigError` if one is not below ``vocab_size``.
+        """
+        last = self.token_blacklist[-1][-1] if self.token_blacklist else -1
+        if last >= vocab_size:
+            raise ConfigError(
+                f"{_BLACKLIST} names token {last}; the vocabulary ends at {vocab_size - 1}, "
+                "shorten the list."
+            )
+        return tuple(token for part in self.token_blacklist for token in part)
+
+
+def _flag(environ: Mapping[str, str], name: str, unset: str = "") -> bool:
+    """Whether the flag ``name`` is on: ``0``, empty, ``false`` and ``False`` mean off.
+
+    ``unset`` is what counts when the variable is not there.
+    """
+    return environ.get(name, unset) not in _FALSE_WORDS
 
 
 def _weights(environ: Mapping[str, str], name: str) -> WeightsMode:
@@ -55,3 +111,28 @@ def _weights(environ: Mapping[str, str], name: str) -> WeightsMode:
         f"{name}={value!r} is not a weights mode; set it to one of {', '.join(WEIGHTS_MODES)} "
         "or unset it."
     )
+
+
+def _ranges(environ: Mapping[str, str], name: str) -> tuple[range, ...]:
+    """Ranges of ids such as ``0..3,7,10..12``, each starting behind the end of the one before."""
+    value = environ.get(name, "")
+    ranges: list[range] = []
+    for part in value.split(",") if value else ():
+        match = _RANGE.fullmatch(part.strip())
+        first = int(match[1]) if match else 0
+        last = int(match[2] or first) if match else -1
+        if last < first or (ranges and first <= ranges[-1][-1]):
+            raise ConfigError(
+                f"{name}={value!r} is no list of token ids at {part!r}; give ascending ids or "
+                "ranges such as 0..3,7,10..12 or unset it."
+            )
+        ranges.append(range(first, last + 1))
+    return tuple(ranges)
+
+
+def _count(environ: Mapping[str, str], name: str, unset: str = "0") -> int:
+    """A number of at least 0; unset and empty mean ``unset``."""
+    value = environ.get(name) or unset
+    if not re.fullmatch(r"[0-9]{1,15}", value):
+        raise ConfigError(f"{name}={value!r} is no number of at least 0; set one or unset it.")
+    return int(value)

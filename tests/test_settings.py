@@ -11,7 +11,13 @@ from deepinfer_neuron.settings import Settings
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
-    assert Settings.from_env({}) == Settings(batch_invariant=False, weights="auto")
+    assert Settings.from_env({}) == Settings(
+        batch_invariant=False,
+        weights="auto",
+        token_blacklist=(),
+        sum_smaller_probs=False,
+        force_topk=0,
+    )
 
 
 @pytest.mark.parametrize("word", ["0", "", "false", "False"])
@@ -40,6 +46,55 @@ def test_a_bad_weights_mode_names_variable_value_and_choices(value: str) -> None
     message = str(caught.value)
     assert f"DEEPINFER_NEURON_WEIGHTS={value!r}" in message
     assert "auto, packed, expanded" in message
+
+
+@pytest.mark.parametrize(
+    ("value", "tokens"),
+    [
+        ("", ()),
+        ("7", (7,)),
+        ("0..3,7,10..12", (0, 1, 2, 3, 7, 10, 11, 12)),
+        ("5..5, 6", (5, 6)),
+    ],
+)
+def test_the_token_blacklist_lists_ids_and_closed_ranges(
+    value: str, tokens: tuple[int, ...]
+) -> None:
+    settings = Settings.from_env({"DEEPINFER_DECODE_TOKEN_BLACKLIST": value})
+    assert settings.blacklisted_tokens(13) == tokens
+
+
+@pytest.mark.parametrize(
+    "value", [",", "1,", "3..2", "2,2", "2,1", "1..4,4", "-1", "1.5", "1..", "a", "1;2", "1" * 11]
+)
+def test_a_bad_token_blacklist_names_variable_and_value(value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_env({"DEEPINFER_DECODE_TOKEN_BLACKLIST": value})
+    assert f"DEEPINFER_DECODE_TOKEN_BLACKLIST={value!r}" in str(caught.value)
+
+
+def test_a_blacklist_beyond_the_vocabulary_is_not_expanded() -> None:
+    settings = Settings.from_env({"DEEPINFER_DECODE_TOKEN_BLACKLIST": "3,5..9999999999"})
+    with pytest.raises(ConfigError, match=r"names token 9999999999; the vocabulary ends at 99"):
+        settings.blacklisted_tokens(100)
+
+
+@pytest.mark.parametrize(("value", "on"), [("", False), ("0", False), ("1", True)])
+def test_the_sum_of_smaller_probabilities_is_a_flag(value: str, on: bool) -> None:
+    settings = Settings.from_env({"DEEPINFER_COMPUTE_SUM_SMALLER_PROBS": value})
+    assert settings.sum_smaller_probs is on
+
+
+@pytest.mark.parametrize(("value", "count"), [("", 0), ("0", 0), ("1024", 1024)])
+def test_the_number_of_forced_leading_logits(value: str, count: int) -> None:
+    assert Settings.from_env({"DEEPINFER_SAMPLER_FORCE_TOPK": value}).force_topk == count
+
+
+@pytest.mark.parametrize("value", ["-1", "1.0", "many"])
+def test_a_bad_number_names_variable_and_value(value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_env({"DEEPINFER_SAMPLER_FORCE_TOPK": value})
+    assert f"DEEPINFER_SAMPLER_FORCE_TOPK={value!r}" in str(caught.value)
 
 
 def test_settings_cannot_be_changed() -> None:

@@ -78,13 +78,29 @@ class Ring:
     length: int
     records: Tensor
 
-    def store(self, places: Tensor, values: Tensor) -> None:
-        """Write ``[n, channels]`` values at int64 ``[n]`` places (slot * length + p % length)."""
-        self.records[places] = self.codec.pack(values)
+    def write(self, places: Tensor, records: Tensor) -> None:
+        """Write ``[n, width]`` records at int64 ``[n]`` places (slot * length + p % length)."""
+        self.records[places] = records
 
     def load(self, places: Tensor) -> Tensor:
         """Values ``[n, channels]`` at int64 ``[n]`` places."""
         return self.codec.unpack(gather_rows(self.records, places))
+
+
+@dataclass(frozen=True)
+class WindowPages:
+    """Window keys at the end of blocks that a later sequence may continue from.
+
+    ``[pages * tail, width]``: the last ``tail`` keys of a block, at place
+    ``page * tail + p % BLOCK_TOKENS - (BLOCK_TOKENS - tail)``.
+    """
+
+    tail: int
+    records: Tensor
+
+    def write(self, places: Tensor, records: Tensor) -> None:
+        """Write ``[n, width]`` records at int64 ``[n]`` places."""
+        self.records[places] = records
 
 
 @dataclass(frozen=True)
@@ -103,6 +119,7 @@ class LayerCache:
     """Everything one layer remembers; the last three only where the layer owns them."""
 
     window: Ring
+    pages: WindowPages
     compressed: EntryPool | None
     index: IndexPool | None
     pairs: PairRing | None
@@ -120,11 +137,25 @@ class CacheShape:
     """Window keys kept per sequence: the window plus what may be rolled back."""
     pair_ring: int
     """Tokens kept per sequence for a ratio-2 compressor."""
+    num_pages: int = 1
+    """Window pages, the dummy page 0 included."""
+    page_tail: int = 0
+    """Window keys kept per page."""
 
 
 def window_ring_length(window: int, backtracking: int) -> int:
     """Window keys a sequence keeps so that ``backtracking`` tokens can be undone."""
     return window + backtracking
+
+
+def page_tail_length(window: int) -> int:
+    """Window keys at the end of a block that a continuation needs from that block."""
+    return min(window - 1, BLOCK_TOKENS)
+
+
+def window_blocks(window: int) -> int:
+    """Blocks that one window before a block boundary reaches into, at least 1."""
+    return max(1, -(-(window - 1) // BLOCK_TOKENS))
 
 
 def pair_ring_length(ratio: int, backtracking: int) -> int:
@@ -149,12 +180,9 @@ def allocate_layer(
         owns_compressed: the layer writes compressed keys.
         owns_index: the layer writes index keys.
     """
-    rows = shape.num_slots * shape.window_ring
-    window = Ring(
-        codecs.window,
-        shape.window_ring,
-        torch.zeros(rows, codecs.window.width, dtype=codecs.window.dtype),
-    )
+    width, dtype = codecs.window.width, codecs.window.dtype
+    keys = torch.zeros(shape.num_slots * shape.window_ring, width, dtype=dtype)
+    paged = torch.zeros(shape.num_pages * shape.page_tail, width, dtype=dtype)
     compressed = index = pairs = None
     if owns_compressed:
         entries = shape.num_blocks * (BLOCK_TOKENS // ratio)
@@ -169,4 +197,10 @@ def allocate_layer(
             shape.num_blocks, per_block * codecs.index.width, dtype=codecs.index.dtype
         )
         index = IndexPool(codecs.index, per_block, blocks)
-    return LayerCache(window, compressed, index, pairs)
+    return LayerCache(
+        Ring(codecs.window, shape.window_ring, keys),
+        WindowPages(shape.page_tail, paged),
+        compressed,
+        index,
+        pairs,
+    )

@@ -228,9 +228,9 @@ class Attention(nn.Module):
         window = rope(self._norm(self.wkv(a), self.kv_norm), own_turns, arithmetic)
         self._publish(y, latent, step, turns, cache, published)
 
-        ring = cache.window
-        near = torch.cat((ring.load(step.window.history_places), q8(window, arithmetic)))
-        kept = window[step.window.store_rows]
+        records = cache.window.codec.pack(window)
+        history = cache.window.load(step.window.history_places)
+        near = torch.cat((history, cache.window.codec.unpack(records)))
         far, far_index = published.far, published.far_index
         if self.layer.ratio == 0 or far is None or far_index is None:
             far, far_index = near[:0], step.window.key_index[:, :0]
@@ -238,7 +238,8 @@ class Attention(nn.Module):
             query, near, step.window.key_index, far, far_index,
             self.sink, c.softmax_scale, arithmetic,
         )  # fmt: skip
-        ring.store(step.window.store_places, kept)
+        cache.window.write(step.window.store_places, records[step.window.store_rows])
+        cache.pages.write(step.window.page_places, records[step.window.page_rows])
         return self._project(rope(out, own_turns, arithmetic, inverse=True))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

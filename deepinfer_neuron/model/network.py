@@ -84,13 +84,15 @@ class TextNetwork(nn.Module):
         )
 
     def finish(self, trunk: Tensor, pre: Tensor) -> Tensor:
-        """Logits fp32 ``[n, V]`` of the last trunk ``[n, M, D]`` and mix ``[n, M]``."""
-        hidden = collapse(trunk, pre, self.arithmetic)
-        hidden = rms_norm(hidden, self.norm, self.config.rms_norm_eps, self.arithmetic)
-        logits: Tensor = self.head(hidden)
-        return logits
+        """Final hidden states ``[n, D]`` of the last trunk ``[n, M, D]`` and mix ``[n, M]``."""
+        collapsed = collapse(trunk, pre, self.arithmetic)
+        return rms_norm(collapsed, self.norm, self.config.rms_norm_eps, self.arithmetic)
 
     def forward(self, step: StepTensors, caches: Sequence[LayerCache]) -> Tensor:
+        """Run a step: fp32 logits ``[o, V]`` of ``step.output_rows``. See :meth:`hidden`."""
+        return self.head(self.hidden(step, caches))
+
+    def hidden(self, step: StepTensors, caches: Sequence[LayerCache]) -> Tensor:
         """Run a step.
 
         Args:
@@ -98,7 +100,7 @@ class TextNetwork(nn.Module):
             caches: of every layer; written.
 
         Returns:
-            fp32 logits ``[o, V]`` of ``step.output_rows``.
+            final hidden states ``[o, D]`` of ``step.output_rows``.
         """
         trunk, pre = self.start(step.token_ids)
         turns, published = self.turns(step), Published()

@@ -43,6 +43,10 @@ class WindowPlan:
     """``[s]`` rows whose key outlives the step."""
     store_places: Tensor
     """``[s]`` their ring places."""
+    page_rows: Tensor
+    """``[w]`` rows whose key a later sequence may need to continue from this prefix."""
+    page_places: Tensor
+    """``[w]`` their places in the window pages."""
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from deepinfer_neuron.cache.pools import (
     window_ring_length,
 )
 from deepinfer_neuron.checkpoint.config import ModelConfig
-from deepinfer_neuron.checkpoint.engram import EngramHasher
+from deepinfer_neuron.checkpoint.engram import IMAGE, EngramHasher
 from deepinfer_neuron.checkpoint.names import inventory
 from deepinfer_neuron.checkpoint.reader import Checkpoint
 from deepinfer_neuron.model.footprint import measure_parts, text_only, total
 from deepinfer_neuron.model.matrix import WeightSource
 from deepinfer_neuron.model.network import TextNetwork
 from deepinfer_neuron.ops.arithmetic import Arithmetic
-from deepinfer_neuron.runner.pack import ChunkPlan, StepGeometry, pack
+from deepinfer_neuron.runner.pack import ChunkPlan, StepGeometry, pack, window_copy
 
 BACKTRACKING_TOKENS = 1
 """Tokens that the rings let a sequence undo. One row per step and no drafts: one."""
@@ -57,36 +57,65 @@ class Worker:
         self.geometry = step_geometry(self.config)
         self.caches: list[LayerCache] = []
 
-    def allocate(self, num_blocks: int, num_sequences: int) -> None:
-        """Fresh caches for that many usable blocks and sequences; old ones are dropped first."""
+    def allocate(self, num_blocks: int, num_sequences: int, num_pages: int = 0) -> None:
+        """Fresh caches for so many usable blocks, sequences and window pages.
+
+        The dummy block, slot and page 0 are added. Old caches are dropped first.
+        """
         self.caches = []
+        geometry = self.geometry
         shape = CacheShape(
-            num_blocks + 1, num_sequences + 1, self.geometry.window_ring, self.geometry.pair_ring
-        )
+            num_blocks + 1, num_sequences + 1, geometry.window_ring, geometry.pair_ring,
+            num_pages + 1, geometry.page_tail,
+        )  # fmt: skip
         self.caches = self.network.allocate_caches(shape)
 
     def compress(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
-        """Compressed ids of tokens, for the Engram hashes; empty without Engram."""
+        """Compressed ids of tokens, for the Engram hashes; zeros without Engram."""
         if self.hasher is None:
-            return np.empty(0, dtype=np.int32)
+            return np.zeros(len(token_ids), dtype=np.int32)
         return self.hasher.compress(np.asarray(token_ids, dtype=np.int64))
 
-    def engram_rows(
-        self, compressed: NDArray[np.int32], start: int, stop: int
-    ) -> NDArray[np.int64]:
-        """Table rows ``[layers, stop - start, columns]`` of positions ``[start, stop)``.
+    def engram_rows(self, histories: Sequence[tuple[NDArray[np.int32], int]]) -> NDArray[np.int64]:
+        """Table rows ``[layers, n, columns]`` of the new positions of several sequences.
 
-        ``compressed`` holds at least the sequence's first ``stop`` compressed ids.
+        Args:
+            histories: per sequence, all its compressed ids and its first new position.
         """
         if self.hasher is None:
-            return np.empty((0, stop - start, 0), dtype=np.int64)
-        return self.hasher.sequence_rows(compressed[:stop], start)
+            count = sum(len(history) - start for history, start in histories)
+            return np.empty((0, count, 0), dtype=np.int64)
+        windows = [self.hasher.windows(history, start) for history, start in histories]
+        images = [history[start:] == IMAGE for history, start in histories]
+        return self.hasher.rows(np.concatenate(windows), np.concatenate(images))
 
     @torch.inference_mode()
     def run(self, plans: Sequence[ChunkPlan]) -> Tensor:
-        """Run one step: fp32 logits ``[o, V]`` of the plans that want them, in plan order."""
+        """Run one step: fp32 logits ``[o, V]`` of the rows that want them, in plan order."""
         logits: Tensor = self.network(pack(plans, self.geometry), self.caches)
         return logits
+
+    @torch.inference_mode()
+    def hidden(self, plans: Sequence[ChunkPlan]) -> Tensor:
+        """Run one step: final hidden states ``[o, D]`` of the rows that want logits."""
+        return self.network.hidden(pack(plans, self.geometry), self.caches)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits ``[n, V]`` of hidden states ``[n, D]``."""
+        return self.network.head(hidden)
+
+    def restore_window(self, slot: int, length: int, pages: Sequence[int]) -> None:
+        """Fill a sequence's window rings from the pages of the blocks before ``length``.
+
+        Args:
+            slot: the sequence's slot.
+            length: tokens it continues from, a multiple of the block size.
+            pages: window page of each of its blocks.
+        """
+        places, sources = window_copy(slot, length, pages, self.geometry)
+        for cache in self.caches:
+            cache.window.write(places, cache.pages.records[sources])
 
 
 def engram_hasher(checkpoint: Checkpoint) -> EngramHasher | None:

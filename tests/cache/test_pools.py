@@ -236,7 +236,7 @@ class TestRing:
 
     def test_bytes(self) -> None:
         ring, x = self.ring(), normal((2, 64), 1)
-        ring.store(torch.tensor([9, 26]), x)
+        ring.write(torch.tensor([9, 26]), ring.codec.pack(x))
         codes, scale = q8_codes(x)
         assert torch.equal(ring.records[[9, 26], :64], codes)
         assert torch.equal(ring.records[[9, 26], 64:], scale)
@@ -244,13 +244,13 @@ class TestRing:
 
     def test_load(self) -> None:
         ring, x = self.ring(), normal((2, 64), 2)
-        ring.store(torch.tensor([9, 26]), x)
+        ring.write(torch.tensor([9, 26]), ring.codec.pack(x))
         assert torch.equal(ring.load(torch.tensor([26, 9])), q8(x, fixed_arithmetic())[[1, 0]])
         assert ring.load(torch.empty(0, dtype=torch.int64)).shape == (0, 64)
 
     def test_the_dummy_slot_stays(self) -> None:
         """Slot 0 fills the places before the first sequence's."""
         ring = self.ring()
-        ring.store(torch.arange(9, 27), normal((18, 64), 3))
+        ring.write(torch.arange(9, 27), ring.codec.pack(normal((18, 64), 3)))
         assert not ring.records[:9].any()
         assert ring.records[9:].any(dim=1).all()

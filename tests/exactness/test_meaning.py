@@ -220,7 +220,9 @@ def first_token_of_a_pair_is_lost_at_a_cut(patch: pytest.MonkeyPatch, worker: Wo
 def ngrams_forget_the_chunk_before(patch: pytest.MonkeyPatch, worker: Worker) -> None:
     original = worker.engram_rows
     patch.setattr(
-        worker, "engram_rows", lambda ids, start, stop: original(ids[start:], 0, stop - start)
+        worker,
+        "engram_rows",
+        lambda histories: original([(ids[start:], 0) for ids, start in histories]),
     )
 
 

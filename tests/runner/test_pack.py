@@ -38,12 +38,12 @@ def a_plan(
     slot: int = 1,
     table: Sequence[int] = (1,),
     *,
-    wants_logits: bool = True,
+    num_outputs: int = 1,
 ) -> ChunkPlan:
     """A chunk whose token ids and table rows say where they come from."""
     ids = [1000 * slot + position for position in range(start, start + count)]
     rows = np.arange(LAYERS * count * COLUMNS).reshape(LAYERS, count, COLUMNS) + 10_000 * slot
-    return ChunkPlan(ids, start, slot, list(table), rows, wants_logits)
+    return ChunkPlan(ids, start, slot, list(table), rows, num_outputs)
 
 
 @dataclass
@@ -292,7 +292,7 @@ class TestRows:
 
     PLANS = (
         a_plan(4, 2, slot=2, table=(9,)),
-        a_plan(0, 3, slot=1, table=(5, 6), wants_logits=False),
+        a_plan(0, 3, slot=1, table=(5, 6), num_outputs=0),
         a_plan(130, 1, slot=3, table=(7, 8, 4)),
     )
 

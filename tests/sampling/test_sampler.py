@@ -1,143 +1,271 @@
-"""Choosing a token: greedy ties, and draws that depend on nothing but their arguments."""
+"""The whole step: greedy, draws, forced tokens, bad rows, and independence of the rows."""
 
 from __future__ import annotations
 
-import itertools
 import math
+import random
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from deepinfer_neuron.sampling.sampler import greedy_token, sampled_token
-from tests.ops.number_formats import normal
+from deepinfer_neuron.errors import ConfigError
+from deepinfer_neuron.ops.arithmetic import Arithmetic, fixed_arithmetic, free_arithmetic
+from deepinfer_neuron.ops.philox import seed_bits
+from deepinfer_neuron.ops.sample import Transform, distribution, random_sampling
+from deepinfer_neuron.sampling.logprobs import TokenResult
+from deepinfer_neuron.sampling.params import SamplingParams
+from deepinfer_neuron.sampling.sampler import Sampler
+from deepinfer_neuron.sampling.state import SamplingState
+from tests.sampling import plain
 
-LOGITS = torch.tensor([1.0, -0.5, 2.0, 0.0, -math.inf, 1.5])
-"""Six tokens; the fifth is impossible."""
+ARITHMETICS = [free_arithmetic(), fixed_arithmetic()]
 
 
-def draws(logits: Tensor, temperature: float, count: int, index: int = 0) -> np.ndarray:
-    """Tokens of ``count`` seeds, counted."""
-    tokens = [sampled_token(logits, temperature, seed, index) for seed in range(count)]
-    return np.bincount(tokens, minlength=len(logits))
-
-
-def chi_square(counted: np.ndarray, probabilities: np.ndarray) -> float:
-    """Pearson's statistic over the tokens that can occur."""
-    expected = counted.sum() * probabilities
-    possible = expected > 0
-    return float(((counted - expected)[possible] ** 2 / expected[possible]).sum())
+def one(
+    logits: Tensor, params: SamplingParams, seed: int = 0, arithmetic: Arithmetic | None = None
+) -> TokenResult:
+    width = logits.shape[-1]
+    sampler = Sampler(width, arithmetic or fixed_arithmetic())
+    return sampler.sample(logits.clone(), [plain.state(params, width, seed)], [2])[0]
 
 
 class TestGreedy:
-    """The largest logit, the lowest id among equals."""
+    @pytest.mark.parametrize("arithmetic", ARITHMETICS)
+    def test_the_lowest_id_among_the_largest_logits(self, arithmetic: Arithmetic) -> None:
+        logits = torch.tensor([[1.0, 7.0, 7.0, -0.0], [0.0, -0.0, 0.0, -1.0]])
+        sampler = Sampler(4, arithmetic)
+        states = [plain.state(SamplingParams(temperature=0), 4) for _ in range(2)]
+        results = sampler.sample(logits, states, [2, 2])
+        assert results == [TokenResult(1), TokenResult(0)]
 
-    def test_the_largest(self) -> None:
-        assert greedy_token(LOGITS) == 2
+    def test_no_seed_matters_even_for_almost_equal_logits(self) -> None:
+        logits = torch.tensor([[5.0, 5.0 + 2.0**-21, 5.0]])
+        params = SamplingParams(temperature=0)
+        assert {one(logits, params, seed).token_id for seed in range(50)} == {1}
 
-    @pytest.mark.parametrize("size", [5, 100, 129_280])
-    @pytest.mark.parametrize("places", [(0, 4), (3, 4), (1, 2, 3)])
-    def test_ties(self, size: int, places: tuple[int, ...]) -> None:
-        logits = normal((size,), 1, torch.float32).clamp(max=1.0) - 1.0
-        logits[list(places)] = 3.0
-        assert greedy_token(logits) == places[0]
-
-    def test_ties_far_apart(self) -> None:
-        logits = torch.zeros(129_280)
-        logits[[129_279, 70_001, 12_345]] = 1.0
-        assert greedy_token(logits) == 12_345
-
-    def test_all_equal(self) -> None:
-        assert greedy_token(torch.full((1000,), -7.0)) == 0
-
-    def test_zeros_of_both_signs_are_equal(self) -> None:
-        assert greedy_token(torch.tensor([-1.0, -0.0, 0.0])) == 1
-
-    def test_negative_infinities(self) -> None:
-        assert greedy_token(torch.tensor([-math.inf, -1e38, -math.inf])) == 1
+    def test_its_probability_is_that_at_the_lowest_temperature(self) -> None:
+        logits = torch.tensor([[5.0, 5.0 + 2.0**-19, 5.0, 1.0]])
+        result = one(logits, SamplingParams(temperature=0, logprobs=3))
+        expected = plain.log_softmax(logits[0].tolist(), 1e-5)
+        assert result.token_id == 1
+        assert result.logprob == pytest.approx(expected[1], abs=1e-5)
+        assert [token for token, _ in result.top] == [1, 0, 2]
+        assert [value for _, value in result.top] == pytest.approx(
+            [expected[1], expected[0], expected[2]], abs=1e-5
+        )
 
 
-class TestSampled:
-    """Inversion of the cumulative distribution at one uniform number."""
+class TestDraws:
+    def test_no_rows(self) -> None:
+        assert (
+            Sampler(30, fixed_arithmetic(), force_topk=3).sample(torch.zeros(0, 30), [], []) == []
+        )
 
-    def test_same_arguments_same_token(self) -> None:
-        first = [sampled_token(LOGITS, 0.8, 3, index) for index in range(50)]
-        second = [sampled_token(LOGITS.clone(), 0.8, 3, index) for index in reversed(range(50))]
-        assert first == second[::-1]
+    @pytest.mark.parametrize("width", [7, 500, 9000])
+    @pytest.mark.parametrize("seed", [0, 42, 2**63 + 1])
+    def test_the_token_is_the_plain_draw_from_the_distribution(self, width: int, seed: int) -> None:
+        logits = plain.logits(1, width, seed=width)
+        params = SamplingParams(temperature=0.8, top_p=0.97, top_k=400, min_p=1e-4)
+        transform = Transform([0.8], [1e-4], [0.97], [400])
+        of = distribution(logits, transform, fixed_arithmetic().order)
+        expected = plain.draw(of.probabilities[0].tolist(), seed, position=11)
+        assert plain.sample(logits, params, seed, position=11).token_id == expected
 
-    def test_memory_layout_does_not_matter(self) -> None:
-        table = normal((7, 1000), 2, torch.float32)
-        for seed in range(20):
-            whole = sampled_token(table[3], 1.0, seed, 5)
-            assert sampled_token(table.t().contiguous()[:, 3], 1.0, seed, 5) == whole
+    def test_the_draw_is_the_public_one_applied_to_the_probabilities(self) -> None:
+        logits = plain.logits(6, 300, seed=2)
+        order = fixed_arithmetic().order
+        of = distribution(logits, Transform([1.3] * 6, [0.0] * 6, [1.0] * 6, [-1] * 6), order)
+        exponentials = order.exp(of.logprobs)
+        expected = random_sampling(exponentials, seed_bits(range(6)), torch.arange(6) + 4)
+        states = [plain.state(SamplingParams(temperature=1.3), 300, seed) for seed in range(6)]
+        sampler = Sampler(300, fixed_arithmetic())
+        results = sampler.sample(logits, states, [4, 5, 6, 7, 8, 9])
+        assert [r.token_id for r in results] == expected.tolist()
 
-    def test_seed_and_index_both_matter(self) -> None:
-        logits = torch.zeros(1 << 16)
-        by_seed = {sampled_token(logits, 1.0, seed, 0) for seed in range(200)}
-        by_index = {sampled_token(logits, 1.0, 0, index) for index in range(200)}
-        assert len(by_seed) > 190
-        assert len(by_index) > 190
+    def test_seed_and_position_alone_decide(self) -> None:
+        logits = plain.logits(1, 1000, seed=3)
+        params = SamplingParams(temperature=2.0)
+        tokens = [plain.sample(logits, params, seed, 9).token_id for seed in (5, 5, 6)]
+        assert tokens[0] == tokens[1]
+        assert tokens[0] != tokens[2]
+        assert plain.sample(logits, params, 5, 10).token_id != tokens[0]
 
-    @pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
-    def test_extreme_seeds(self, seed: int) -> None:
-        assert sampled_token(LOGITS, 1.0, seed, 2**31 - 1) in range(6)
+    def test_the_coldest_draw_is_nearly_greedy(self) -> None:
+        logits = plain.logits(1, 1000, seed=4)
+        params = SamplingParams(temperature=1e-5)
+        assert {one(logits, params, seed).token_id for seed in range(5)} == {int(logits.argmax())}
 
-    @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-    def test_frequencies_over_seeds(self, temperature: float) -> None:
-        """Chi-square with 4 degrees of freedom: above 18.5 once in a thousand."""
-        weights = np.exp(LOGITS.double().numpy() / temperature)
-        counted = draws(LOGITS, temperature, 4000)
-        assert chi_square(counted, weights / weights.sum()) < 18.5
 
-    def test_frequencies_over_indices(self) -> None:
-        weights = np.exp(LOGITS.double().numpy())
-        tokens = [sampled_token(LOGITS, 1.0, 77, index) for index in range(4000)]
-        assert chi_square(np.bincount(tokens, minlength=6), weights / weights.sum()) < 18.5
+class TestForcedTokens:
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_they_replace_the_choice_until_the_list_ends(self, temperature: float) -> None:
+        params = SamplingParams(temperature=temperature, golden_token_ids=[4, -1, 6], logprobs=0)
+        free = SamplingParams(temperature=temperature)
+        state = plain.state(params, 30)
+        sampler = Sampler(30, fixed_arithmetic())
+        logits = plain.logits(5, 30, seed=5)
+        tokens = []
+        for position in range(5):
+            [result] = sampler.sample(logits[position : position + 1].clone(), [state], [position])
+            tokens.append(result.token_id)
+            logprobs = plain.log_softmax(logits[position].tolist(), max(temperature, 1e-5))
+            expected = max(logprobs[result.token_id], -9999.0)
+            assert result.logprob == pytest.approx(expected, rel=1e-6, abs=1e-5)
+        chosen = [plain.sample(logits[p], free, 0, p).token_id for p in range(5)]
+        assert tokens == [4, chosen[1], 6, chosen[3], chosen[4]]
 
-    def test_neighbouring_draws_are_independent(self) -> None:
-        """Pairs of tokens of consecutive indices, 8 degrees of freedom: 26.1 once in a thousand."""
-        logits = torch.zeros(3)
-        tokens = [sampled_token(logits, 1.0, 5, index) for index in range(4001)]
-        pairs = [3 * a + b for a, b in itertools.pairwise(tokens)]
-        assert chi_square(np.bincount(pairs, minlength=9), np.full(9, 1 / 9)) < 26.1
+    def test_a_token_that_the_filter_removed_scores_lowest(self) -> None:
+        logits = plain.logits(1, 30, seed=6)
+        worst = int(logits.argmin())
+        params = SamplingParams(top_k=3, golden_token_ids=[worst], logprobs=1)
+        result = plain.sample(logits, params, sum_smaller_probs=True)
+        assert result.token_id == worst
+        assert result.logprob == -9999.0
+        assert result.sum_smaller_probs == 0.0
 
-    @pytest.mark.parametrize("temperature", [0.1, 1.0, 1e300])
-    def test_impossible_tokens_are_never_drawn(self, temperature: float) -> None:
-        """In the middle, first and last."""
-        low = -math.inf
-        assert draws(LOGITS, temperature, 1000)[4] == 0
-        counted = draws(torch.tensor([low, 0.0, low, 0.0, low]), temperature, 1000)
-        assert counted[[0, 2, 4]].tolist() == [0, 0, 0]
-        assert draws(torch.tensor([low, low, 3.0, low]), temperature, 20)[2] == 20
+    def test_they_overrule_the_masks(self) -> None:
+        params = SamplingParams(min_tokens=3, max_tokens=5, golden_token_ids=[plain.EOS])
+        assert one(plain.logits(1, 30, seed=7), params).token_id == plain.EOS
 
-    @pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300, 1e-30, 1e-5, 1e-3])
-    def test_tiny_temperatures_take_the_largest_logit(self, temperature: float) -> None:
-        assert draws(LOGITS, temperature, 50)[2] == 50
-        assert draws(LOGITS * 1e4, temperature, 50)[2] == 50
 
-    def test_tiny_temperatures_share_among_equals(self) -> None:
-        counted = draws(torch.tensor([1.0, 5.0, 5.0, 2.0]), 1e-310, 400)
-        assert counted[[0, 3]].tolist() == [0, 0]
-        assert counted[[1, 2]].min() > 150
+class TestBadRows:
+    @pytest.mark.parametrize("arithmetic", ARITHMETICS)
+    @pytest.mark.parametrize("force_topk", [0, 8])
+    @pytest.mark.parametrize(
+        "params",
+        [
+            SamplingParams(temperature=0),
+            SamplingParams(temperature=0, logprobs=3),
+            SamplingParams(top_p=0.9, logprobs=3),
+            SamplingParams(logprobs=3, logprobs_mode="raw"),
+            SamplingParams(golden_token_ids=[3]),
+        ],
+    )
+    def test_only_the_bad_row_fails(
+        self, arithmetic: Arithmetic, force_topk: int, params: SamplingParams
+    ) -> None:
+        good = plain.logits(1, 64, seed=8)
+        rows = good.repeat(6, 1)
+        rows[1, 5] = math.nan
+        rows[2, 5] = -torch.tensor(math.nan)
+        rows[3, 6] = math.inf
+        rows[4] = -math.inf
+        rows[5, :40] = -math.inf
+        sampler = Sampler(64, arithmetic, force_topk=force_topk)
+        states = [plain.state(params, 64) for _ in range(6)]
+        results = sampler.sample(rows.clone(), states, [2] * 6)
+        assert [r.failed is None for r in results] == [True, False, False, False, False, True]
+        for row in (1, 2, 3):
+            assert "invalid logits" in str(results[row].failed)
+        assert "no token is possible" in str(results[4].failed)
+        assert results[1] == TokenResult(0, failed=results[1].failed)
+        [alone] = sampler.sample(good.clone(), [plain.state(params, 64)], [2])
+        assert results[0] == alone
+        assert [s.num_output_tokens for s in states] == [1, 0, 0, 0, 0, 1]
 
-    @pytest.mark.parametrize("temperature", [1e10, 1e300, 10**300])
-    def test_huge_temperatures_are_uniform(self, temperature: float) -> None:
-        logits = torch.tensor([50.0, -50.0, 0.0, 1.0])
-        assert chi_square(draws(logits, temperature, 2000), np.full(4, 0.25)) < 16.3
 
-    @pytest.mark.parametrize("shift", [-1e4, 1e4])
-    def test_a_constant_does_not_matter(self, shift: float) -> None:
-        """Large logits neither overflow nor vanish."""
-        logits = torch.tensor([0.0, 1.0, 2.0])
-        plain = [sampled_token(logits, 1.0, seed, 0) for seed in range(200)]
-        assert [sampled_token(logits + shift, 1.0, seed, 0) for seed in range(200)] == plain
+KINDS = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0, logprobs=4),
+    SamplingParams(),
+    SamplingParams(temperature=0.6, logprobs=0),
+    SamplingParams(temperature=1.4, top_p=0.8, logprobs=7),
+    SamplingParams(top_k=5, logprobs=7),
+    SamplingParams(top_k=50, top_p=0.5),
+    SamplingParams(min_p=0.05, logprobs=2),
+    SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2, logprobs=1),
+    SamplingParams(logit_bias={3: 2.0}, presence_penalty=-0.4),
+    SamplingParams(min_tokens=2, stop_token_ids=[4], logprobs=3, logprobs_mode="raw"),
+    SamplingParams(golden_token_ids=[8, -1], logprobs=1),
+]
 
-    def test_a_single_token(self) -> None:
-        assert draws(torch.tensor([-3.0]), 1.0, 20).tolist() == [20]
 
-    def test_lower_temperature_sharpens(self) -> None:
-        logits = torch.tensor([0.0, 1.0])
-        shares = [draws(logits, t, 1000)[1] for t in (10.0, 1.0, 0.1)]
-        assert shares == sorted(shares)
-        assert shares[0] < 600 < shares[1] < 800 < shares[2]
+def batch_of(width: int, rows: int) -> tuple[Tensor, list[SamplingParams], list[int], list[int]]:
+    """Logits, parameters, seeds and positions of some rows, some with ties and masks."""
+    logits = plain.logits(rows, width, seed=rows)
+    logits[::3] = torch.round(logits[::3] * 2) / 2
+    logits[1::4, : width // 2] = -math.inf
+    source = random.Random(rows)
+    seeds = [source.getrandbits(64) for _ in range(rows)]
+    positions = [source.randrange(1000) for _ in range(rows)]
+    return logits, [KINDS[row % len(KINDS)] for row in range(rows)], seeds, positions
+
+
+class TestRowIndependence:
+    """With fixed-order arithmetic a row's result is the same in every batch, bit for bit."""
+
+    @pytest.mark.parametrize("options", [{}, {"sum_smaller_probs": True}, {"force_topk": 64}])
+    @pytest.mark.parametrize("width", [200, 3001])
+    def test_alone_in_a_batch_and_shuffled(self, width: int, options: dict[str, int]) -> None:
+        logits, params, seeds, positions = batch_of(width, 65)
+        sampler = Sampler(width, fixed_arithmetic(), (9,), **options)  # type: ignore[arg-type]
+
+        def run(rows: list[int]) -> list[TokenResult]:
+            states = [
+                SamplingState(params[row], seeds[row], [3, row % width], plain.EOS, width)
+                for row in rows
+            ]
+            results: list[TokenResult] = []
+            for step in range(2):
+                batch = logits[rows].roll(step, -1)
+                results += sampler.sample(batch, states, [positions[row] + step for row in rows])
+            return results
+
+        together = run(list(range(65)))
+        assert all(result.failed is None for result in together)
+        for row in range(0, 65, 4):
+            assert run([row]) == [together[row], together[65 + row]]
+        order = random.Random(1).sample(range(65), 65)
+        shuffled = run(order)
+        assert shuffled == [together[row] for row in order] + [together[65 + r] for r in order]
+        part = order[:17]
+        assert run(part) == [together[row] for row in part] + [together[65 + r] for r in part]
+
+    def test_the_released_vocabulary(self) -> None:
+        width = 129280
+        logits, params, seeds, positions = batch_of(width, 5)
+        params = [KINDS[2], KINDS[4], KINDS[5], KINDS[1], KINDS[8]]
+        sampler = Sampler(width, fixed_arithmetic())
+
+        def run(rows: list[int]) -> list[TokenResult]:
+            states = [plain.state(params[row], width, seeds[row]) for row in rows]
+            return sampler.sample(logits[rows], states, [positions[row] for row in rows])
+
+        together = run([0, 1, 2, 3, 4])
+        assert run([4, 2, 0]) == [together[4], together[2], together[0]]
+        assert run([1]) + run([3]) == [together[1], together[3]]
+
+
+class TestForceTopk:
+    def test_greedy_is_not_affected(self) -> None:
+        logits = torch.tensor([[0.0, 2.0, 5.0, 5.0, 1.0]])
+        assert plain.sample(logits, SamplingParams(temperature=0), force_topk=2).token_id == 2
+
+    def test_the_draw_runs_over_the_ranks(self) -> None:
+        """Log-probabilities and the draw see only the kept logits, ids are mapped back."""
+        logits = torch.round(plain.logits(1, 500, seed=9) * 2) / 2
+        order = plain.ranks(logits[0].tolist())[:100]
+        of = distribution(
+            logits[:, order], Transform([1.0], [0.0], [1.0], [-1]), fixed_arithmetic().order
+        )
+        for seed in range(10):
+            result = plain.sample(logits, SamplingParams(logprobs=3), seed, 6, force_topk=100)
+            column = plain.draw(of.probabilities[0].tolist(), seed, 6)
+            assert column is not None
+            assert result.token_id == order[column]
+            assert result.logprob == float(of.logprobs[0, column])
+            assert [token for token, _ in result.top] == order[:3]
+
+    def test_a_forced_token_outside_the_kept_logits(self) -> None:
+        logits = plain.logits(1, 500, seed=10)
+        worst = int(logits.argmin())
+        params = SamplingParams(golden_token_ids=[worst], logprobs=0)
+        result = plain.sample(logits, params, force_topk=64, sum_smaller_probs=True)
+        assert (result.token_id, result.logprob) == (worst, -9999.0)
+        assert result.sum_smaller_probs == 0.0
+
+    @pytest.mark.parametrize("count", [-1, 501])
+    def test_the_count_fits_the_vocabulary(self, count: int) -> None:
+        with pytest.raises(ConfigError, match=f"force_topk is {count}; give 0"):
+            Sampler(500, fixed_arithmetic(), force_topk=count)

@@ -77,7 +77,7 @@ class Request:
 
     def plan(self, worker: Worker, start: int, stop: int) -> ChunkPlan:
         """The chunk of positions ``[start, stop)``."""
-        rows = worker.engram_rows(worker.compress(self.ids[:stop]), start, stop)
+        rows = worker.engram_rows([(worker.compress(self.ids[:stop]), start)])
         return ChunkPlan(self.ids[start:stop], start, self.slot, self.table, rows, True)
 
 

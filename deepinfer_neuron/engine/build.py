@@ -1,0 +1,72 @@
+"""Puts an engine together from an opened checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepinfer_neuron.cache.blocks import BlockManager
+from deepinfer_neuron.cache.pools import BLOCK_TOKENS
+from deepinfer_neuron.checkpoint.reader import Checkpoint
+from deepinfer_neuron.engine.config import EngineConfig, blocks_per_window
+from deepinfer_neuron.engine.core import EngineCore
+from deepinfer_neuron.engine.scheduler import Scheduler, SchedulerConfig
+from deepinfer_neuron.ops.arithmetic import Arithmetic
+from deepinfer_neuron.runner.executor import Executor
+from deepinfer_neuron.runner.worker import Worker
+from deepinfer_neuron.sampling.grammar import GrammarCompiler
+from deepinfer_neuron.sampling.sampler import Sampler
+from deepinfer_neuron.settings import Settings
+from deepinfer_neuron.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts an engine shares with its caller."""
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    settings: Settings
+    arithmetic: Arithmetic
+    expanded: bool
+    """Whether quantized weights are decoded once."""
+    progress: bool
+    """Show a bar while loading."""
+
+
+def build_engine(parts: Parts, config: EngineConfig) -> EngineCore:
+    """Load the network, allocate its caches, and wire scheduler, executor and sampler."""
+    model = parts.checkpoint.config
+    worker = Worker(
+        parts.checkpoint,
+        parts.arithmetic,
+        expanded=parts.expanded,
+        max_length=config.max_model_len,
+        progress=parts.progress,
+    )
+    slots = config.max_num_seqs + 1
+    worker.allocate(config.num_blocks - 1, config.max_num_seqs, config.num_pages - 1)
+    sampler = Sampler(
+        model.vocab_size,
+        parts.arithmetic,
+        blacklist=parts.settings.blacklisted_tokens(model.vocab_size),
+        sum_smaller_probs=parts.settings.sum_smaller_probs,
+        force_topk=parts.settings.force_topk,
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_blocks_per_seq=-(-config.max_model_len // BLOCK_TOKENS),
+            prefill_attempt_interval=config.prefill_attempt_interval,
+        ),
+        BlockManager(config.num_blocks, config.num_pages, blocks_per_window(model)),
+    )
+    return EngineCore(
+        Executor(worker, sampler, slots),
+        scheduler,
+        parts.tokenizer,
+        GrammarCompiler(parts.tokenizer, model.vocab_size, parts.settings),
+        eos_token_id=model.eos_token_id,
+        max_model_len=config.max_model_len,
+        asynchronous=config.asynchronous,
+    )

@@ -1,0 +1,158 @@
+"""Settings of an engine, and the sizes that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepinfer_neuron.cache.pools import BLOCK_TOKENS, page_tail_length, window_blocks
+from deepinfer_neuron.cache.records import CodecSet
+from deepinfer_neuron.checkpoint.config import ModelConfig
+from deepinfer_neuron.errors import ConfigError
+
+DEFAULT_MODEL_LEN = 4096
+DEFAULT_NUM_SEQS = 32
+DEFAULT_BATCHED_TOKENS = 512
+_CACHE_SHARE = 0.25
+"""Share of the available memory that the paged caches may take by default."""
+_PAGE_SHARE = 0.1
+"""Share that the window pages of the prefix cache may take."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Checked limits of an engine.
+
+    Attributes:
+        max_model_len: most tokens of a sequence, prompt included.
+        max_num_seqs: sequences that hold memory at once.
+        max_num_batched_tokens: rows of one step.
+        num_blocks: blocks of the paged caches, the dummy block 0 included.
+        num_pages: window pages of the prefix cache, the dummy page 0 included; 1 without it.
+        prefill_attempt_interval: while requests are running, only every so many steps carry
+            prompt rows.
+        asynchronous: plan a step while the one before runs.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    num_pages: int
+    prefill_attempt_interval: int
+    asynchronous: bool
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a caller may leave open. See :class:`EngineConfig` for the meaning."""
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    num_blocks: int | None = None
+    enable_prefix_caching: bool = True
+    prefill_attempt_interval: int = 1
+    asynchronous: bool = True
+
+    def resolve(self, config: ModelConfig, available_memory: int) -> EngineConfig:
+        """Fill in what was left open.
+
+        Args:
+            config: the model.
+            available_memory: bytes the caches may share with everything else.
+
+        Raises:
+            ConfigError: a value out of range, or limits that contradict each other.
+        """
+        length = _model_len(self.max_model_len, config.max_position_embeddings)
+        sequences = self._sequences()
+        batched = self._batched(sequences)
+        blocks = self._blocks(length, sequences, block_bytes(config), available_memory)
+        return EngineConfig(
+            max_model_len=length,
+            max_num_seqs=sequences,
+            max_num_batched_tokens=batched,
+            num_blocks=blocks,
+            num_pages=self._pages(blocks, page_bytes(config), available_memory),
+            prefill_attempt_interval=check_integer(
+                "prefill_attempt_interval", self.prefill_attempt_interval, 1, 2**31 - 1
+            ),
+            asynchronous=self.asynchronous,
+        )
+
+    def _sequences(self) -> int:
+        if self.max_num_seqs is not None:
+            return check_integer("max_num_seqs", self.max_num_seqs, 1, 65536)
+        rows = self.max_num_batched_tokens
+        return max(1, min(DEFAULT_NUM_SEQS, rows)) if isinstance(rows, int) else DEFAULT_NUM_SEQS
+
+    def _batched(self, sequences: int) -> int:
+        if self.max_num_batched_tokens is None:
+            return max(DEFAULT_BATCHED_TOKENS, sequences)
+        given = check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**31 - 1)
+        if given < sequences:
+            raise ConfigError(
+                f"max_num_batched_tokens is {given} but max_num_seqs is {sequences}; every running "
+                "sequence needs a row, so raise the one or lower the other"
+            )
+        return given
+
+    def _blocks(self, length: int, sequences: int, size: int, memory: int) -> int:
+        per_sequence = -(-length // BLOCK_TOKENS)
+        if self.num_blocks is None:
+            affordable = int(memory * _CACHE_SHARE) // max(1, size)
+            return 1 + max(per_sequence, min(per_sequence * sequences, affordable))
+        given = check_integer("num_blocks", self.num_blocks, 2, 2**31 - 1)
+        if given - 1 < per_sequence:
+            raise ConfigError(
+                f"num_blocks is {given}; a sequence of max_model_len {length} needs "
+                f"{per_sequence} blocks of {BLOCK_TOKENS} tokens beside the reserved one. Give at "
+                f"least {per_sequence + 1}, or lower max_model_len to {(given - 1) * BLOCK_TOKENS}."
+            )
+        return given
+
+    def _pages(self, blocks: int, size: int, memory: int) -> int:
+        if not self.enable_prefix_caching:
+            return 1
+        return 1 + min(blocks - 1, int(memory * _PAGE_SHARE) // max(1, size))
+
+
+def block_bytes(config: ModelConfig) -> int:
+    """Bytes of one block in all layers' paged caches."""
+    codecs = CodecSet.of(config.head_dim, config.index_head_dim, rounding=True)
+    return sum(
+        BLOCK_TOKENS
+        // spec.ratio
+        * (codecs.compressed.width * spec.owns_kv + codecs.index.width * spec.owns_index_k)
+        for spec in config.layers
+        if spec.ratio
+    )
+
+
+def page_bytes(config: ModelConfig) -> int:
+    """Bytes of one window page in all layers."""
+    width = CodecSet.of(config.head_dim, config.index_head_dim, rounding=True).window.width
+    return len(config.layers) * page_tail_length(config.sliding_window) * width
+
+
+def blocks_per_window(config: ModelConfig) -> int:
+    """Blocks whose pages cover one window."""
+    return window_blocks(config.sliding_window)
+
+
+def check_integer(name: str, value: object, low: int, high: int) -> int:
+    """The value, if it is an integer within the bounds; else a ``ConfigError``."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}; give an integer from {low} to {high}")
+    return value
+
+
+def _model_len(given: int | None, supported: int) -> int:
+    if given is None:
+        return min(DEFAULT_MODEL_LEN, supported)
+    if isinstance(given, int) and not isinstance(given, bool) and given > supported:
+        raise ConfigError(
+            f"max_model_len is {given}; the model supports at most {supported} "
+            "(max_position_embeddings)"
+        )
+    return check_integer("max_model_len", given, 2, supported)
