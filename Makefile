@@ -14,7 +14,7 @@ TINY := .cache/tiny
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow test-all lint format tiny demo bench clean
+.PHONY: help install test test-slow test-all soak lint format tiny demo bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,13 +31,16 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 test: $(STAMP) ## Run the quick tests
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not soak"
 
 test-slow: $(STAMP) ## Run the slow tests only
 	$(PYTEST) -m slow
 
-test-all: $(STAMP) ## Run every test
-	$(PYTEST)
+test-all: $(STAMP) ## Run every test but the soak
+	$(PYTEST) -m "not soak"
+
+soak: $(STAMP) ## Run 5,000 random requests through a small pool
+	$(PYTEST) -m soak
 
 lint: $(STAMP) ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

@@ -200,6 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     load, probe = (QUICK, QUICK_PROBE) if given.quick else (FULL, FULL_PROBE)
     try:
+        if given.markdown is not None:
+            _around_markers(given.markdown)
         directory = write_checkpoint(given.checkpoints / given.preset, given.preset)
         machine = examine(probe, torch.get_num_threads())
         rows: list[Row] = []
@@ -216,12 +218,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _write(path: Path, text: str) -> None:
-    """Replace what a document holds between the markers of this benchmark."""
+def _around_markers(path: Path) -> tuple[str, str]:
+    """What a document holds before and behind the markers of this benchmark."""
     before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{path} does not hold the lines {BEGIN} and {END}; add them.")
+    return before, after
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace what stands between the markers."""
+    before, after = _around_markers(path)
     path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
 
 

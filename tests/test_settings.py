@@ -97,6 +97,31 @@ def test_a_bad_number_names_variable_and_value(value: str) -> None:
     assert f"DEEPINFER_SAMPLER_FORCE_TOPK={value!r}" in str(caught.value)
 
 
+def test_asynchronous_steps_are_on_unless_switched_off() -> None:
+    name = "DEEPINFER_ZERO_OVERHEAD_SCHEDULING"
+    assert Settings.from_env({}).zero_overhead_scheduling is True
+    assert Settings.from_env({name: "0"}).zero_overhead_scheduling is False
+
+
+def test_engine_and_grammar_numbers() -> None:
+    settings = Settings.from_env(
+        {
+            "DEEPINFER_PREFILL_ATTEMPT_INTERVAL": "70",
+            "DEEPINFER_XGRAMMAR_TIMEOUT": "3",
+            "DEEPINFER_XGRAMMAR_CACHE_LIMIT_BYTES": "1000",
+            "DEEPINFER_XGRAMMAR_DISABLE_CACHE": "1",
+            "DEEPINFER_SO_BUILDER_CPUS": "2",
+        }
+    )
+    assert settings.prefill_attempt_interval == 70
+    assert settings.xgrammar_timeout == 3
+    assert settings.xgrammar_cache_limit_bytes == 1000
+    assert settings.xgrammar_disable_cache is True
+    assert settings.so_builder_cpus == 2
+    assert Settings.from_env({}).xgrammar_timeout == 20
+    assert Settings.from_env({}).prefill_attempt_interval == 1
+
+
 def test_settings_cannot_be_changed() -> None:
     settings = Settings()
     with pytest.raises(dataclasses.FrozenInstanceError):

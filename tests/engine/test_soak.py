@@ -82,6 +82,6 @@ def test_a_short_soak(checkpoint_dir: CheckpointDir) -> None:
     soak(checkpoint_dir("nano"), 300, seed=1)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_long_soak(checkpoint_dir: CheckpointDir) -> None:
     soak(checkpoint_dir("nano"), 5000, seed=2)

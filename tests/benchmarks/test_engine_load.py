@@ -1,0 +1,34 @@
+"""The engine's benchmark runs through; its numbers are nobody's test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engine_load import BEGIN, END, main
+
+
+def test_a_quick_run_writes_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = tmp_path / "doc.md"
+    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    arguments = ["--preset", "nano", "--quick", "--checkpoints", str(tmp_path)]
+    assert main([*arguments, "--markdown", str(document)]) == 0
+    printed = capsys.readouterr().out
+    for what in ("4 requests together", "asynchronous steps", "prefix cached", "planning a step"):
+        assert what in printed
+    text = document.read_text(encoding="utf-8")
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert printed.strip() in text
+
+
+def test_a_document_without_markers_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "doc.md"
+    document.write_text("nothing\n", encoding="utf-8")
+    arguments = ["--preset", "nano", "--quick", "--checkpoints", str(tmp_path)]
+    assert main([*arguments, "--markdown", str(document)]) == 1
+    assert "does not hold the lines" in capsys.readouterr().err
