@@ -151,14 +151,14 @@ class WeightSource:
 
     def fp8(self, name: str) -> Linear:
         """The fp8 matrix ``name``."""
-        codes, scale = (self.plain(f"{name}.{part}") for part in ("weight", "scale"))
+        codes, scale = self._packed(name)
         if self.expanded:
             return DenseLinear(dequantize_fp8(codes, scale), self.arithmetic)
         return Fp8Linear(codes, scale, self.arithmetic)
 
     def fp8_groups(self, name: str, groups: int) -> nn.ModuleList:
         """The fp8 matrix ``name`` cut into row groups of equal height."""
-        codes, scale = (self.plain(f"{name}.{part}") for part in ("weight", "scale"))
+        codes, scale = self._packed(name)
         if self.expanded:
             weight = dequantize_fp8(codes, scale)
             return nn.ModuleList(DenseLinear(w, self.arithmetic) for w in weight.chunk(groups))
@@ -167,7 +167,12 @@ class WeightSource:
 
     def expert(self, name: str) -> ExpertMatrix:
         """The fp4 matrix ``name``."""
-        packed, scale = (self.plain(f"{name}.{part}") for part in ("weight", "scale"))
+        packed, scale = self._packed(name)
         if self.expanded:
             return ExpertMatrix(dequantize_fp4(packed, scale), None)
         return ExpertMatrix(packed, scale)
+
+    def _packed(self, name: str) -> tuple[Tensor, Tensor]:
+        """Codes and scales; read into memory that is freed again if they are decoded now."""
+        get = self.checkpoint.read if self.expanded else self.checkpoint.tensor
+        return get(f"{name}.weight"), get(f"{name}.scale")

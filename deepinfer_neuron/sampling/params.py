@@ -8,13 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from deepinfer_neuron.errors import RequestError
 from deepinfer_neuron.sampling import checks
-
-if TYPE_CHECKING:
-    from deepinfer_neuron.sampling.structured import StructuredOutput
+from deepinfer_neuron.sampling.structured import StructuredOutput
 
 LogprobsMode = Literal["processed", "raw"]
 """``processed``: of the distribution that tokens are drawn from. ``raw``: of the model's own."""
@@ -276,9 +274,6 @@ def _seed(name: str, value: object) -> object:
 def _structured(name: str, value: object) -> object:
     if value is None:
         return None
-    # Only a request with a grammar loads what grammars need.
-    from deepinfer_neuron.sampling.structured import StructuredOutput
-
     if not isinstance(value, StructuredOutput):
         raise RequestError(f"{name} is a {type(value).__name__}; give a StructuredOutput or None")
     return value

@@ -11,6 +11,7 @@ import pytest
 
 from deepinfer_neuron.errors import RequestError
 from deepinfer_neuron.sampling.params import SamplingParams
+from deepinfer_neuron.sampling.structured import StructuredOutput
 
 DEFAULTS: dict[str, object] = {
     "temperature": 1.0,
@@ -123,8 +124,7 @@ def test_more_forced_than_allowed_tokens_are_fine_but_not_more_required_ones() -
 
 
 def test_a_grammar_is_typed_and_excludes_forced_tokens() -> None:
-    structured = pytest.importorskip("deepinfer_neuron.sampling.structured")
-    grammar = structured.StructuredOutput(regex="a+")
+    grammar = StructuredOutput(regex="a+")
     assert SamplingParams(structured_output=grammar).structured_output is grammar
     with pytest.raises(RequestError, match=r"golden_token_ids and structured_output are both"):
         SamplingParams(structured_output=grammar, golden_token_ids=[1])
