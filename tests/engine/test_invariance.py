@@ -81,9 +81,9 @@ def test_a_crowd_gets_the_results_of_lone_runs(checkpoint_dir: CheckpointDir, se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 104))
+@pytest.mark.parametrize("seed", range(100, 103))
 def test_many_crowds_get_the_results_of_lone_runs(checkpoint_dir: CheckpointDir, seed: int) -> None:
-    check(checkpoint_dir("nano", seed % 4, wild=seed % 2 == 0), seed, 24)
+    check(checkpoint_dir("nano", seed % 4, wild=seed % 2 == 0), seed, 18)
 
 
 def test_a_seed_gives_the_same_sample_in_any_batch(checkpoint_dir: CheckpointDir) -> None:
