@@ -224,6 +224,7 @@ class LLM:
         parts = Parts(self.checkpoint, self.tokenizer, settings, arithmetic, expanded, progress)
         self.engine: EngineCore = build_engine(parts, self.config)
         self._lock = threading.Lock()
+        self._closed = False
         self._next_id = 0
 
     def generate(
@@ -269,7 +270,7 @@ class LLM:
     ) -> Iterator[CompletionDelta]:
         """Complete a prompt piece by piece.
 
-        The request ends when the iterator is closed.
+        The request starts with the first delta and ends when the iterator is closed.
 
         Args:
             prompt: as for :meth:`generate`.
@@ -282,8 +283,7 @@ class LLM:
             RequestError: as :meth:`generate` does, before anything is yielded.
         """
         params = params_per_prompt(sampling_params, 1)
-        (job,) = self._submit([self._encode(prompt)], params)
-        return self._deltas(job.completions)
+        return self._deltas(self._encode(prompt), params)
 
     def chat(
         self,
@@ -329,6 +329,7 @@ class LLM:
     def close(self) -> None:
         """Stop the engine and release the checkpoint's files."""
         with self._lock:
+            self._closed = True
             self.engine.close()
             self.checkpoint.close()
 
@@ -360,7 +361,11 @@ class LLM:
         """Give prompts to the engine, each with as many requests as it wants completions."""
         arrival = time.monotonic()
         jobs = []
+        for wanted in params:
+            wanted.check_vocabulary(self.checkpoint.config.vocab_size)
         with self._lock:
+            if self._closed:
+                raise RequestError("this LLM is closed; load the model again")
             for prompt, wanted in zip(prompts, params, strict=True):
                 number = self._next_id
                 self._next_id += 1
@@ -391,7 +396,11 @@ class LLM:
     def _aborting(self, tracked: Sequence[Tracked]) -> _AbortOnExit:
         return _AbortOnExit(self.engine, self._lock, tracked)
 
-    def _deltas(self, tracked: Sequence[Tracked]) -> Iterator[CompletionDelta]:
+    def _deltas(
+        self, prompt: EncodedPrompt, params: list[SamplingParams]
+    ) -> Iterator[CompletionDelta]:
+        """Deltas of a prompt; it is submitted when the first one is asked for."""
+        tracked = self._submit([prompt], params)[0].completions
         sent = [(0, 0)] * len(tracked)
         open_ends = set(range(len(tracked)))
         with self._aborting(tracked):

@@ -46,6 +46,7 @@ CONFIG_FILE = "config.json"
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 
 _MAX_CONFIG_BYTES = 16 * 2**20
+_MAX_SINKHORN = 1000
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 2**16
 _MAX_ROUTED_EXPERTS = 2**17
@@ -180,7 +181,10 @@ def _build(top: Section, text: Section, vision: Section) -> ModelConfig:
     sizes = {key: text.positive(key) for key in _TEXT_POSITIVE}
     sizes["num_hidden_layers"] = text.positive("num_hidden_layers", _MAX_LAYERS)
     sizes["n_routed_experts"] = text.positive("n_routed_experts", _MAX_EXPERTS)
-    sizes["max_position_embeddings"] = text.positive("max_position_embeddings", MAX_INT32)
+    longest = text.positive("max_position_embeddings", MAX_INT32)
+    sizes["max_position_embeddings"] = longest
+    sizes["sliding_window"] = text.positive("sliding_window", longest)
+    sizes["hc_sinkhorn_iters"] = text.positive("hc_sinkhorn_iters", _MAX_SINKHORN)
     numbers = {key: text.number(key) for key in _TEXT_NUMBERS}
     scaling = _rope_scaling(text)
     for key in _TOKEN_IDS:

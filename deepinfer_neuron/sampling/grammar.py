@@ -186,7 +186,7 @@ class GrammarCompiler:
                 return None, "the grammar is too costly to follow; simplify it"
         except Exception as error:
             reason = _SOURCE.sub("", " ".join(str(error).split()))
-            return None, f"the {spec.kind} grammar was refused: {reason}"
+            return None, f"{spec.kind} was refused: {reason}"
         return compiled, ""
 
     def _library_compiler(self) -> xgrammar.GrammarCompiler:

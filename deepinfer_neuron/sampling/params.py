@@ -193,14 +193,17 @@ class SamplingParams:
         """See that every token id exists.
 
         Raises:
-            RequestError: an id of ``stop_token_ids``, ``logit_bias`` or ``golden_token_ids`` is
-                not below ``vocab_size``.
+            RequestError: an id of ``stop_token_ids``, ``logit_bias``, ``golden_token_ids`` or of
+                the structured output is not below ``vocab_size``.
         """
         named: dict[str, Iterable[int]] = {
             "stop_token_ids": self.stop_token_ids,
             "logit_bias": self.logit_bias,
             "golden_token_ids": self.golden_token_ids,
         }
+        if self.structured_output is not None:
+            named["trigger_token_ids"] = self.structured_output.trigger_token_ids
+            named["bound_token_id"] = (self.structured_output.bound_token_id or 0,)
         for name, ids in named.items():
             largest = max(ids, default=-1)
             if largest >= vocab_size:

@@ -69,6 +69,10 @@ class StructuredOutput:
                 f"a structured output names {len(chosen)} grammars ({named}); "
                 f"give one of {', '.join(_KINDS)}"
             )
+        if not isinstance(trigger_token_ids, Iterable):
+            raise RequestError(
+                f"trigger_token_ids is a {type(trigger_token_ids).__name__}; give a list of ids"
+            )
         trigger = tuple(trigger_token_ids)
         _check_tokens(trigger, bound_token_id)
         text = _text(chosen[0], given[chosen[0]])
@@ -101,6 +105,8 @@ def _text(kind: str, value: object) -> str:
 
 
 def _check_text(kind: str, text: str) -> None:
+    if "\0" in text:
+        raise RequestError(f"{kind} holds the character NUL; spell it as an escape")
     if len(text) > LONGEST_GRAMMAR:
         raise RequestError(
             f"{kind} has {len(text)} characters; at most {LONGEST_GRAMMAR} are allowed"

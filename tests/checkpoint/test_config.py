@@ -536,3 +536,13 @@ def test_any_value_is_accepted_or_refused_cleanly(path: str, value: object) -> N
     place[key] = value
     with contextlib.suppress(ConfigError):
         parse_config(config, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("hc_sinkhorn_iters", 10_000_000), ("sliding_window", 1_000_000_000)]
+)
+def test_sizes_that_would_only_waste_time_or_memory_are_refused(key: str, value: int) -> None:
+    config = released_config()
+    config["text_config"][key] = value
+    with pytest.raises(ConfigError, match=key):
+        parse_config(config, "config.json")

@@ -130,6 +130,12 @@ class TestGenerate:
         assert llm.stats().steps == before
         assert idle(llm)
 
+    def test_parameters_must_fit_the_vocabulary(self, llm: LLM) -> None:
+        params = SamplingParams(stop_token_ids=[600])
+        with pytest.raises(RequestError, match="stop_token_ids names token 600"):
+            llm.generate(["a", "b"], [GREEDY, params], use_tqdm=False)
+        assert idle(llm)
+
     def test_parameters_must_match_the_prompts(self, llm: LLM) -> None:
         with pytest.raises(RequestError, match="2 sampling parameters were given for 3 prompts"):
             llm.generate(["a", "b", "c"], [GREEDY, GREEDY], use_tqdm=False)
@@ -159,6 +165,12 @@ class TestStream:
         stream.close()  # type: ignore[attr-defined]
         assert llm.stats().finished["abort"] == aborted + 1
         assert idle(llm)
+
+    def test_a_stream_that_is_never_read_holds_nothing(self, llm: LLM) -> None:
+        llm.stream("Hello", GREEDY).close()  # type: ignore[attr-defined]
+        assert idle(llm)
+        with pytest.raises(RequestError, match="the prompt is empty"):
+            llm.stream("", GREEDY)
 
 
 class TestChat:
@@ -223,6 +235,12 @@ class TestTrouble:
         assert "no room for the step" in str(output.stop_reason)
         assert idle(llm)
         assert len(llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 6
+
+    def test_a_closed_model_says_so(self, checkpoint_dir: CheckpointDir) -> None:
+        closed = LLM(checkpoint_dir("nano"))
+        closed.close()
+        with pytest.raises(RequestError, match="this LLM is closed"):
+            closed.generate("Hello", GREEDY, use_tqdm=False)
 
 
 class TestLimits:

@@ -198,10 +198,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("spec", "reason"),
         [
-            ({"regex": "(unclosed"}, "the regex grammar was refused: .*parenthesis"),
-            ({"grammar": "root := 3"}, "the grammar grammar was refused"),
-            ({"json_schema": {"type": "nothing"}}, "the json_schema grammar was refused"),
-            ({"structural_tag": {"type": "?"}}, "the structural_tag grammar was refused"),
+            ({"regex": "(unclosed"}, "regex was refused: .*parenthesis"),
+            ({"grammar": "root := 3"}, "grammar was refused"),
+            ({"json_schema": {"type": "nothing"}}, "json_schema was refused"),
+            ({"structural_tag": {"type": "?"}}, "structural_tag was refused"),
         ],
     )
     def test_a_wrong_grammar_fails_with_the_reason(
@@ -228,6 +228,8 @@ class TestRefusals:
             ({"regex": "a", "trigger_token_ids": [-1]}, "token is -1"),
             ({"regex": "a", "trigger_token_ids": [True]}, "token is True"),
             ({"regex": "a", "bound_token_id": 3}, "needs trigger_token_ids"),
+            ({"regex": "a", "trigger_token_ids": 3}, "trigger_token_ids is a int"),
+            ({"regex": "[^\0]"}, "holds the character NUL"),
         ],
     )
     def test_what_is_plainly_wrong_is_refused_at_once(
