@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -31,6 +32,10 @@ ROLLBACK_TOKENS = 9
 
 SLOWEST_MASK_SECONDS = 0.5
 """A grammar whose mask takes longer would hold up every request of a step."""
+
+COST_SECONDS = 2.0
+COST_SECONDS_PER_TOKEN = 0.02
+"""Processor time that following one sequence may take: once, and for each call."""
 
 _MOST_STRAYS = 4
 
@@ -181,7 +186,10 @@ class GrammarCompiler:
                 compiled = compiler.compile_grammar(spec.text)
             started = time.monotonic()
             matcher = GrammarMatcher(compiled, StructuredOutput(json_object=True))
-            matcher.fill_bitmask(torch.zeros(-(-self._vocab_size // 32), dtype=torch.int32))
+            mask = torch.zeros(-(-self._vocab_size // 32), dtype=torch.int32)
+            matcher.fill_bitmask(mask)
+            if not bool(mask.any()):
+                return None, f"{spec.kind} was refused: no output can follow it"
             if time.monotonic() - started > SLOWEST_MASK_SECONDS:
                 return None, "the grammar is too costly to follow; simplify it"
         except Exception as error:
@@ -238,6 +246,7 @@ class GrammarMatcher:
         self._after_bound = -1
         self._in_matcher = 0
         self._after_end = -1
+        self._budget = COST_SECONDS
 
     def constrained(self) -> bool:
         """Whether the next token is restricted."""
@@ -261,7 +270,7 @@ class GrammarMatcher:
             return True
         if self.finished():
             self._after_end += 1
-        elif not self._matcher.accept_token(token):
+        elif not self._charge(lambda: self._matcher.accept_token(token)):
             return False
         else:
             self._in_matcher += 1
@@ -283,7 +292,8 @@ class GrammarMatcher:
         elif self.finished():
             bitmask.fill_(-1)
         else:
-            self._matcher.fill_next_token_bitmask(np.asarray(bitmask).reshape(1, -1), 0)
+            words = np.asarray(bitmask).reshape(1, -1)
+            self._charge(lambda: self._matcher.fill_next_token_bitmask(words, 0))
 
     def rollback(self, count: int) -> None:
         """Take back the last ``count`` accepted tokens, at most :data:`ROLLBACK_TOKENS`."""
@@ -294,6 +304,15 @@ class GrammarMatcher:
                 self._take_back_one()
             self._progress.pop()
             self._after_bound = max(self._after_bound - 1, -1)
+
+    def _charge(self, work: Callable[[], bool]) -> bool:
+        """Do a piece of the library's work on this sequence's budget."""
+        started = time.thread_time()
+        result = work()
+        self._budget += COST_SECONDS_PER_TOKEN - (time.thread_time() - started)
+        if self._budget < 0:
+            raise RuntimeError("it is too costly to follow; simplify it")
+        return result
 
     def _take_back_one(self) -> None:
         if self._after_end > 0:

@@ -19,6 +19,13 @@ LARGEST_EXPANSION = 100_000
 """Most characters that a repeated part such as ``(a{3}){5}`` may stand for."""
 
 _PARTS = re.compile(r"\\.|\[(?:\\.|[^\]])*\]|\{\d*,?\d*\}|.", re.DOTALL)
+_IGNORED = frozenset(
+    "multipleOf dependentRequired dependentSchemas not if then else contains minContains "
+    "maxContains uniqueItems $dynamicRef $anchor".split()
+)
+_NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+
+_NUL = re.compile(r"\0|\\u0000|\\x00|\\0")
 _COUNT = re.compile(r"\d{1,12}")
 
 _KINDS = ("regex", "json_schema", "json_object", "grammar", "structural_tag")
@@ -77,6 +84,8 @@ class StructuredOutput:
         _check_tokens(trigger, bound_token_id)
         text = _text(chosen[0], given[chosen[0]])
         _check_text(chosen[0], text)
+        if chosen[0] == "json_schema":
+            _check_schema(json.loads(text))
         for name, value in (
             ("kind", chosen[0]),
             ("text", text),
@@ -104,9 +113,30 @@ def _text(kind: str, value: object) -> str:
     return value
 
 
+def _check_schema(schema: object) -> None:
+    """Refuse the keywords that the library would silently leave out."""
+    if isinstance(schema, list):
+        for item in schema:
+            _check_schema(item)
+    if not isinstance(schema, dict):
+        return
+    ignored = sorted(_IGNORED & schema.keys())
+    if ignored:
+        raise RequestError(
+            f"json_schema uses {', '.join(ignored)}, which cannot be enforced; leave it out and "
+            "check the result"
+        )
+    for key, value in schema.items():
+        if key in _NAMED_SCHEMAS and isinstance(value, dict):
+            _check_schema(list(value.values()))
+        elif key not in ("enum", "const", "default", "examples"):
+            _check_schema(value)
+
+
 def _check_text(kind: str, text: str) -> None:
-    if "\0" in text:
-        raise RequestError(f"{kind} holds the character NUL; spell it as an escape")
+    if _NUL.search(text):
+        # The library takes NUL for the end of the text, or dies of it.
+        raise RequestError(f"{kind} holds the character NUL; leave it out")
     if len(text) > LONGEST_GRAMMAR:
         raise RequestError(
             f"{kind} has {len(text)} characters; at most {LONGEST_GRAMMAR} are allowed"

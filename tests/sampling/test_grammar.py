@@ -230,6 +230,8 @@ class TestRefusals:
             ({"regex": "a", "bound_token_id": 3}, "needs trigger_token_ids"),
             ({"regex": "a", "trigger_token_ids": 3}, "trigger_token_ids is a int"),
             ({"regex": "[^\0]"}, "holds the character NUL"),
+            ({"json_schema": {"pattern": "\0a"}}, "holds the character NUL"),
+            ({"json_schema": {"items": {"not": {}}}}, "uses not, which cannot be enforced"),
         ],
     )
     def test_what_is_plainly_wrong_is_refused_at_once(
@@ -237,6 +239,24 @@ class TestRefusals:
     ) -> None:
         with pytest.raises(RequestError, match=message):
             StructuredOutput(**spec)
+
+    def test_a_property_may_be_named_like_a_keyword(self) -> None:
+        schema = {"type": "object", "properties": {"not": {"enum": [{"if": 1}]}}}
+        assert StructuredOutput(json_schema=schema).kind == "json_schema"
+
+    def test_a_grammar_without_any_output_is_refused(self, compiler: GrammarCompiler) -> None:
+        pending = compiler.submit(StructuredOutput(grammar="root ::= root"))
+        assert wait(pending) == "failed"
+        assert "no output can follow it" in pending.error
+
+    def test_a_grammar_that_becomes_costly_fails_its_sequence(
+        self, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        following = matcher(compiler, regex="[ab]*")
+        spent = iter(range(0, 1000, 5))
+        monkeypatch.setattr(grammar_module.time, "thread_time", lambda: next(spent))
+        with pytest.raises(RuntimeError, match="too costly to follow"):
+            allowed(following)
 
     def test_repetitions_side_by_side_do_not_multiply(self) -> None:
         assert StructuredOutput(regex="[0-9]{1,999}-[0-9]{1,999}-(ab){1,999}").kind == "regex"
