@@ -20,8 +20,21 @@ LARGEST_EXPANSION = 100_000
 
 _PARTS = re.compile(r"\\.|\[(?:\\.|[^\]])*\]|\{\d*,?\d*\}|.", re.DOTALL)
 _IGNORED = frozenset(
-    "multipleOf dependentRequired dependentSchemas not if then else contains minContains "
-    "maxContains uniqueItems $dynamicRef $anchor".split()
+    [
+        "multipleOf",
+        "dependentRequired",
+        "dependentSchemas",
+        "not",
+        "if",
+        "then",
+        "else",
+        "contains",
+        "minContains",
+        "maxContains",
+        "uniqueItems",
+        "$dynamicRef",
+        "$anchor",
+    ]
 )
 _NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 
