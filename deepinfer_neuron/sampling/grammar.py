@@ -244,7 +244,6 @@ class GrammarMatcher:
         self._progress = [0]
         """Matched trigger tokens after each accepted token, newest last."""
         self._after_bound = -1
-        self._in_matcher = 0
         self._after_end = -1
         self._budget = COST_SECONDS
 
@@ -273,7 +272,6 @@ class GrammarMatcher:
         elif not self._charge(lambda: self._matcher.accept_token(token)):
             return False
         else:
-            self._in_matcher += 1
             if self._matcher.is_terminated():
                 self._after_end = 0
         self._push(progress)
@@ -320,7 +318,6 @@ class GrammarMatcher:
             return
         self._after_end = -1
         self._matcher.rollback(1)
-        self._in_matcher -= 1
 
     def _push(self, progress: int) -> None:
         self._progress.append(progress)
