@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from deepinfer_neuron.cache.records import CodecSet
 from deepinfer_neuron.checkpoint.config import LayerSpec, ModelConfig
 from deepinfer_neuron.checkpoint.names import ITEM_BYTES, TensorSpec, inventory
-from deepinfer_neuron.model.footprint import measure_parts, text_only
+from deepinfer_neuron.model.footprint import measure_parts, text_parts
 
 _EXPERT_ROLE = "expert"
 _ROW_ROLES = frozenset({"embed", "engram_table"})
@@ -60,7 +60,7 @@ class Traffic:
         self._specs = [
             spec
             for spec in inventory(config)
-            if text_only(measure_parts([spec])) and not spec.name.endswith(_UNREAD)
+            if text_parts(measure_parts([spec]), drafts=False) and not spec.name.endswith(_UNREAD)
         ]
         self.expert_bytes = self._held([spec for spec in self._specs if _is_first_expert(spec)])
         """Bytes of the three matrices of one routed expert."""

@@ -161,6 +161,9 @@ class LLM:
         max_num_batched_tokens: most rows of one step, 512 by default.
         num_blocks: blocks of 128 tokens in the paged caches, one of them reserved; by default
             what ``max_num_seqs`` sequences can need, within a quarter of the available memory.
+        nextn: drafts per request and step, up to 7; 0 switches drafts off. By default what
+            ``DEEPINFER_USE_NEXTN_DECODE`` says, else the block length of the checkpoint's drafts.
+            Greedy results do not depend on it, sampled ones keep their distribution.
         enable_prefix_caching: let prompts continue from known prefixes. Changes no result.
         prefill_attempt_interval: while requests are running, only every so many steps carry
             prompt rows; 1 by default, or what ``DEEPINFER_PREFILL_ATTEMPT_INTERVAL`` says.
@@ -191,6 +194,7 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         num_blocks: int | None = None,
+        nextn: int | None = None,
         enable_prefix_caching: bool = True,
         prefill_attempt_interval: int | None = None,
         asynchronous: bool | None = None,
@@ -208,7 +212,10 @@ class LLM:
         config = self.checkpoint.config
         self.tokenizer = Tokenizer.load(tokenizer or self.checkpoint.directory, config)
         memory = platform.available_memory_bytes()
-        self.weights = _weights_mode(weights or settings.weights, expanded_bytes(config), memory)
+        if nextn is None and config.draft is not None:
+            nextn = settings.nextn
+        size = expanded_bytes(config, drafts=nextn != 0)
+        self.weights = _weights_mode(weights or settings.weights, size, memory)
         self.config = EngineOptions(
             max_model_len,
             max_num_seqs,
@@ -217,6 +224,7 @@ class LLM:
             enable_prefix_caching,
             _given(prefill_attempt_interval, settings.prefill_attempt_interval),
             _given(asynchronous, settings.zero_overhead_scheduling),
+            nextn,
         ).resolve(config, memory)
         fixed = _given(batch_invariant, settings.batch_invariant)
         arithmetic = fixed_arithmetic() if fixed else free_arithmetic()

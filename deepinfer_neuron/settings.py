@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ WeightsMode = Literal["auto", "packed", "expanded"]
 WEIGHTS_MODES: tuple[WeightsMode, ...] = get_args(WeightsMode)
 
 _BLACKLIST = "DEEPINFER_DECODE_TOKEN_BLACKLIST"
+_NEXTN = "DEEPINFER_USE_NEXTN_DECODE"
 _RANGE = re.compile(r"([0-9]{1,10})(?:\.\.([0-9]{1,10}))?")
 _FALSE_WORDS = frozenset({"0", "", "false", "False"})
 
@@ -43,6 +45,17 @@ class Settings:
     while the one before runs. Changes no result.
     ``prefill_attempt_interval`` (``DEEPINFER_PREFILL_ATTEMPT_INTERVAL``, default 1): while requests
     are running, only every so many steps carry prompt rows.
+    ``nextn`` (``DEEPINFER_USE_NEXTN_DECODE``, default the block length of the checkpoint): drafts
+    per request and step; 0 switches drafts off.
+    ``mtp_varlen`` (``DEEPINFER_ENABLE_MTP_VARLEN``, default off): verify only as many drafts as
+    their confidence and the measured cost of rows justify.
+    ``backtracking_tokens`` (``DEEPINFER_MAX_BACKTRACKING_TOKENS``, default 0): least number of
+    tokens that the caches can undo; at least ``nextn + 1`` in any case.
+    ``confidence_temperatures`` (``DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE``, default 1.0): one
+    divisor of the confidence logits, or one per draft, separated by commas.
+    ``perf_cache_dir`` (``DEEPINFER_DECODE_PERF_CACHE_DIR``, default none) and ``perf_cache_ttl``
+    (``DEEPINFER_DECODE_PERF_CACHE_TTL_SEC``, default 3600): where measured step times are kept, and
+    for how many seconds.
     """
 
     batch_invariant: bool = False
@@ -56,6 +69,12 @@ class Settings:
     so_builder_cpus: int = 4
     zero_overhead_scheduling: bool = True
     prefill_attempt_interval: int = 1
+    nextn: int | None = None
+    mtp_varlen: bool = False
+    backtracking_tokens: int = 0
+    confidence_temperatures: tuple[float, ...] = (1.0,)
+    perf_cache_dir: str = ""
+    perf_cache_ttl: int = 3600
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Settings:
@@ -77,6 +96,14 @@ class Settings:
             so_builder_cpus=_count(environ, "DEEPINFER_SO_BUILDER_CPUS", "4") or 1,
             zero_overhead_scheduling=_flag(environ, "DEEPINFER_ZERO_OVERHEAD_SCHEDULING", "1"),
             prefill_attempt_interval=_count(environ, "DEEPINFER_PREFILL_ATTEMPT_INTERVAL") or 1,
+            nextn=_count(environ, _NEXTN) if environ.get(_NEXTN) else None,
+            mtp_varlen=_flag(environ, "DEEPINFER_ENABLE_MTP_VARLEN"),
+            backtracking_tokens=_count(environ, "DEEPINFER_MAX_BACKTRACKING_TOKENS"),
+            confidence_temperatures=_temperatures(
+                environ, "DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE"
+            ),
+            perf_cache_dir=environ.get("DEEPINFER_DECODE_PERF_CACHE_DIR", ""),
+            perf_cache_ttl=_count(environ, "DEEPINFER_DECODE_PERF_CACHE_TTL_SEC", "3600"),
         )
 
     def blacklisted_tokens(self, vocab_size: int) -> tuple[int, ...]:
@@ -128,6 +155,21 @@ def _ranges(environ: Mapping[str, str], name: str) -> tuple[range, ...]:
             )
         ranges.append(range(first, last + 1))
     return tuple(ranges)
+
+
+def _temperatures(environ: Mapping[str, str], name: str) -> tuple[float, ...]:
+    """Positive numbers separated by commas; unset and empty mean 1."""
+    value = environ.get(name) or "1.0"
+    try:
+        temperatures = tuple(float(part) for part in value.split(","))
+    except ValueError:
+        temperatures = ()
+    if not temperatures or not all(0.0 < number < math.inf for number in temperatures):
+        raise ConfigError(
+            f"{name}={value!r} is no list of temperatures; give one positive number, or one per "
+            "draft separated by commas, or unset it."
+        )
+    return temperatures
 
 
 def _count(environ: Mapping[str, str], name: str, unset: str = "0") -> int:

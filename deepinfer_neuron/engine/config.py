@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from deepinfer_neuron.cache.pools import BLOCK_TOKENS, page_tail_length, window_blocks
 from deepinfer_neuron.cache.records import CodecSet
 from deepinfer_neuron.checkpoint.config import ModelConfig
+from deepinfer_neuron.checkpoint.config_types import DraftConfig
+from deepinfer_neuron.engine.outputs import MOST_DRAFTS
 from deepinfer_neuron.errors import ConfigError
 
 DEFAULT_MODEL_LEN = 4096
@@ -31,6 +33,7 @@ class EngineConfig:
         prefill_attempt_interval: while requests are running, only every so many steps carry
             prompt rows.
         asynchronous: plan a step while the one before runs.
+        nextn: drafts per request and step, 0 for none.
     """
 
     max_model_len: int
@@ -40,6 +43,7 @@ class EngineConfig:
     num_pages: int
     prefill_attempt_interval: int
     asynchronous: bool
+    nextn: int
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class EngineOptions:
     enable_prefix_caching: bool = True
     prefill_attempt_interval: int = 1
     asynchronous: bool = True
+    nextn: int | None = None
 
     def resolve(self, config: ModelConfig, available_memory: int) -> EngineConfig:
         """Fill in what was left open.
@@ -66,18 +71,20 @@ class EngineOptions:
         """
         length = _model_len(self.max_model_len, config.max_position_embeddings)
         sequences = self._sequences()
-        batched = self._batched(sequences)
+        nextn = self._nextn(config.draft)
+        batched = self._batched(sequences, nextn)
         blocks = self._blocks(length, sequences, block_bytes(config), available_memory)
         return EngineConfig(
             max_model_len=length,
             max_num_seqs=sequences,
             max_num_batched_tokens=batched,
             num_blocks=blocks,
-            num_pages=self._pages(blocks, page_bytes(config), available_memory),
+            num_pages=self._pages(blocks, page_bytes(config, nextn), available_memory),
             prefill_attempt_interval=check_integer(
                 "prefill_attempt_interval", self.prefill_attempt_interval, 1, 2**31 - 1
             ),
             asynchronous=self.asynchronous,
+            nextn=nextn,
         )
 
     def _sequences(self) -> int:
@@ -86,9 +93,19 @@ class EngineOptions:
         rows = self.max_num_batched_tokens
         return max(1, min(DEFAULT_NUM_SEQS, rows)) if isinstance(rows, int) else DEFAULT_NUM_SEQS
 
-    def _batched(self, sequences: int) -> int:
+    def _nextn(self, draft: DraftConfig | None) -> int:
+        if self.nextn is None:
+            return min(draft.block_size, MOST_DRAFTS) if draft is not None else 0
+        given = check_integer("nextn", self.nextn, 0, MOST_DRAFTS)
+        if given and draft is None:
+            raise ConfigError(
+                f"nextn is {given}, but the checkpoint has no draft blocks; give 0 or leave it out"
+            )
+        return given
+
+    def _batched(self, sequences: int, nextn: int) -> int:
         if self.max_num_batched_tokens is None:
-            return max(DEFAULT_BATCHED_TOKENS, sequences)
+            return max(DEFAULT_BATCHED_TOKENS, sequences * (nextn + 1))
         given = check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**31 - 1)
         if given < sequences:
             raise ConfigError(
@@ -129,10 +146,11 @@ def block_bytes(config: ModelConfig) -> int:
     )
 
 
-def page_bytes(config: ModelConfig) -> int:
-    """Bytes of one window page in all layers."""
+def page_bytes(config: ModelConfig, nextn: int = 0) -> int:
+    """Bytes of one window page in all layers, those of the draft blocks included if they run."""
     width = CodecSet.of(config.head_dim, config.index_head_dim, rounding=True).window.width
-    return len(config.layers) * page_tail_length(config.sliding_window) * width
+    drafts = config.draft.num_layers if nextn and config.draft is not None else 0
+    return (len(config.layers) + drafts) * page_tail_length(config.sliding_window) * width
 
 
 def blocks_per_window(config: ModelConfig) -> int:

@@ -16,15 +16,22 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from deepinfer_neuron.engine.completion import Completion, token_logprobs
-from deepinfer_neuron.engine.outputs import EngineStats, FinishReason, RequestMetrics, TokenLogprobs
+from deepinfer_neuron.engine.outputs import (
+    DecodeCounts,
+    EngineStats,
+    FinishReason,
+    RequestMetrics,
+    TokenLogprobs,
+)
 from deepinfer_neuron.engine.request import Request, State
 from deepinfer_neuron.engine.scheduler import Scheduled, Scheduler
 from deepinfer_neuron.errors import RequestError
-from deepinfer_neuron.runner.executor import Executor, StepResult
+from deepinfer_neuron.runner.executor import Executor, Progress, StepResult
+from deepinfer_neuron.runner.plan import CONTINUE
 from deepinfer_neuron.runner.sequence import SequenceData
+from deepinfer_neuron.sampling.drafts import survival
 from deepinfer_neuron.sampling.grammar import GrammarCompiler, GrammarMatcher, PendingGrammar
 from deepinfer_neuron.sampling.params import SamplingParams
-from deepinfer_neuron.sampling.sampler import TokenResult
 from deepinfer_neuron.sampling.state import SamplingState
 from deepinfer_neuron.text.tokenizer import Tokenizer
 
@@ -37,6 +44,22 @@ _GRAMMAR_POLL_SECONDS = 0.001
 class _Inflight:
     scheduled: Scheduled
     future: Future[StepResult]
+
+
+@dataclass
+class _StepTimes:
+    """Seconds spent in steps, in total and by part."""
+
+    step: float = 0.0
+    forward: float = 0.0
+    sample: float = 0.0
+    draft: float = 0.0
+
+    def add(self, result: StepResult) -> None:
+        self.step += result.seconds
+        self.forward += result.forward_seconds
+        self.sample += result.sample_seconds
+        self.draft += result.draft_seconds
 
 
 @dataclass(frozen=True)
@@ -76,6 +99,7 @@ class Tracked:
             len(request.token_ids),
             request.hit_tokens,
             request.preemptions,
+            request.decode.copy(),
         )
 
     def prompt_logprobs(self) -> list[TokenLogprobs] | None:
@@ -125,7 +149,9 @@ class EngineCore:
         self._inflight: deque[_Inflight] = deque()
         self._finished: Counter[FinishReason] = Counter()
         self._schedule_seconds = 0.0
-        self._step_seconds = 0.0
+        self._times = _StepTimes()
+        self._decode = DecodeCounts()
+        self._decode_rows = 0
 
     def add(self, new: NewRequest) -> Tracked:
         """Take a request.
@@ -144,14 +170,15 @@ class EngineCore:
                 f"max_model_len {self._max_model_len} with one token to generate. Shorten the "
                 "prompt or raise max_model_len."
             )
+        max_length = min(self._max_model_len, len(prompt) + params.max_tokens)
         tracked = Tracked(
             Request(
                 request_id=new.request_id,
                 prompt_token_ids=prompt,
                 params=params,
-                data=self._data(new),
+                data=self._data(new, max_length),
                 arrival_time=time.monotonic() if new.arrival_time is None else new.arrival_time,
-                max_length=min(self._max_model_len, len(prompt) + params.max_tokens),
+                max_length=max_length,
             ),
             Completion(new.index, params, self._tokenizer, self._eos),
             new.seed,
@@ -215,7 +242,7 @@ class EngineCore:
             waiting=len(scheduler.waiting) + len(self._compiling),
             steps=counters.steps,
             prefill_tokens=counters.prefill_tokens,
-            decode_tokens=counters.decode_tokens,
+            decode_tokens=self._decode.steps + sum(self._decode.accepted),
             finished={str(reason): count for reason, count in self._finished.items()},
             preemptions=counters.preemptions,
             blocks_total=usage.total,
@@ -225,13 +252,18 @@ class EngineCore:
             slots_used=used,
             prefix_hit_rate=rate,
             schedule_seconds=self._schedule_seconds,
-            step_seconds=self._step_seconds,
+            step_seconds=self._times.step,
+            forward_seconds=self._times.forward,
+            sample_seconds=self._times.sample,
+            draft_seconds=self._times.draft,
+            decode_rows=self._decode_rows,
+            decode=self._decode.copy(),
         )
 
-    def _data(self, new: NewRequest) -> SequenceData:
+    def _data(self, new: NewRequest, max_length: int) -> SequenceData:
         compressed = self._executor.worker.compress(new.prompt_token_ids)
         state = self._state(new.prompt_token_ids, new.params, new.seed, None)
-        return SequenceData(new.prompt_token_ids, compressed, new.params, state)
+        return SequenceData(new.prompt_token_ids, compressed, new.params, state, max_length)
 
     def _state(
         self,
@@ -292,35 +324,54 @@ class EngineCore:
 
     def _process(self, scheduled: Scheduled, result: StepResult) -> list[Tracked]:
         """Apply a step's results to its requests."""
-        self._step_seconds += result.seconds
+        self._times.add(result)
+        if self.scheduler.budget is not None:
+            self.scheduler.budget.observe(result, len(scheduled.requests))
         changed: list[Tracked] = []
-        tokens = iter(result.tokens)
-        ends = scheduled.plan.end.tolist()
         now = time.monotonic()
-        rows = zip(scheduled.requests, ends, scheduled.plan.samples.tolist(), strict=True)
-        for request, end, samples in rows:
-            token = next(tokens) if samples else None
-            request.inflight -= samples
+        plan = scheduled.plan
+        decodes = (plan.begin == CONTINUE).tolist()
+        entries = zip(scheduled.requests, result.progress, plan.samples, decodes, strict=True)
+        for request, progress, samples, goes_on in entries:
+            if samples:
+                request.inflight.popleft()
             if request.state is State.FINISHED:
                 continue
-            if request.slot:
-                self.scheduler.commit(request, end)
-            if token is not None:
-                tracked = self._tracked[request.request_id]
-                self._append(tracked, token, now)
+            tracked = self._tracked[request.request_id]
+            self._append(tracked, progress, now)
+            if goes_on and progress.tokens:
+                self._count(request, progress)
+            if request.slot and progress.cached:
+                self.scheduler.commit(request, min(progress.cached, request.known))
+            if tracked.completion.finish_reason is not None:
+                self._end(tracked)
+            if progress.tokens:
                 changed.append(tracked)
         return changed
 
-    def _append(self, tracked: Tracked, token: TokenResult, now: float) -> None:
-        request = tracked.request
-        if token.failed is None:
-            request.token_ids.append(token.token_id)
-            if request.first_token_time is None:
-                request.first_token_time = now
+    def _append(self, tracked: Tracked, progress: Progress, now: float) -> None:
+        """Give a request its new tokens, up to the one it ends with."""
+        request, completion = tracked.request, tracked.completion
         limit = request.max_length - len(request.prompt_token_ids)
-        tracked.completion.push(token, limit)
-        if tracked.completion.finish_reason is not None:
-            self._end(tracked)
+        for token in progress.tokens:
+            if token.failed is None:
+                request.token_ids.append(token.token_id)
+                if request.first_token_time is None:
+                    request.first_token_time = now
+            completion.push(token, limit)
+            if completion.finish_reason is not None:
+                return
+        if progress.tokens:
+            request.drafts = len(progress.next_confidences)
+            request.survivals.append(survival(progress.next_confidences))
+
+    def _count(self, request: Request, progress: Progress) -> None:
+        """Count a decode step and its drafts."""
+        self._decode_rows += 1 + progress.verified
+        step = DecodeCounts()
+        step.add(progress.accepted, progress.confidences)
+        request.decode.merge(step)
+        self._decode.merge(step)
 
     def _end(self, tracked: Tracked) -> None:
         """Give back everything a finished request holds."""

@@ -2,10 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+MOST_DRAFTS = 7
+"""Longest block of drafts."""
+
+
+@dataclass
+class DecodeCounts:
+    """Steps of a request, or of all, that verified drafts or went on from the last token."""
+
+    steps: int = 0
+    """Such steps, counted once per request."""
+    verified: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
+    """Drafts verified, by place in their block; also those behind a rejected one."""
+    reached: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
+    """Those of them with every draft before them accepted."""
+    accepted: list[int] = field(default_factory=lambda: [0] * MOST_DRAFTS)
+    confidence: list[float] = field(default_factory=lambda: [0.0] * MOST_DRAFTS)
+    """Sums of the confidences of the drafts reached."""
+
+    def add(self, accepted: int, confidences: Sequence[float]) -> None:
+        """Count a step that verified one draft per confidence and accepted the leading ones."""
+        self.steps += 1
+        for place, confidence in enumerate(confidences):
+            self.verified[place] += 1
+            if place <= accepted:
+                self.reached[place] += 1
+                self.confidence[place] += confidence
+            if place < accepted:
+                self.accepted[place] += 1
+
+    def merge(self, other: DecodeCounts) -> None:
+        """Add the counts of another request."""
+        self.steps += other.steps
+        for place in range(MOST_DRAFTS):
+            self.verified[place] += other.verified[place]
+            self.reached[place] += other.reached[place]
+            self.accepted[place] += other.accepted[place]
+            self.confidence[place] += other.confidence[place]
+
+    def copy(self) -> DecodeCounts:
+        """The counts as they stand."""
+        copied = DecodeCounts()
+        copied.merge(self)
+        return copied
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean acceptance length: tokens of such a step, the one behind the drafts included."""
+        return 1.0 + sum(self.accepted) / self.steps if self.steps else 1.0
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Share of the drafts reached that were accepted, by place; as far as any was reached."""
+        return _shares(self.accepted, self.reached)
+
+    @property
+    def mean_confidence(self) -> list[float]:
+        """Mean confidence of the drafts reached, by place; calibrated, it equals the share."""
+        return _shares(self.confidence, self.reached)
+
+
+def _shares(parts: Sequence[float], wholes: Sequence[int]) -> list[float]:
+    return [part / whole for part, whole in zip(parts, wholes, strict=True) if whole]
 
 
 @dataclass(frozen=True)
@@ -19,6 +84,8 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     num_preemptions: int = 0
+    decode: DecodeCounts = field(default_factory=DecodeCounts)
+    """Its decode steps and drafts."""
 
     @property
     def ttft(self) -> float | None:
@@ -103,4 +170,14 @@ class EngineStats:
     schedule_seconds: float = 0.0
     """Time spent planning steps."""
     step_seconds: float = 0.0
-    """Time spent running them."""
+    """Time spent running them, of which:"""
+    forward_seconds: float = 0.0
+    """backbone, from embedding to final norm;"""
+    sample_seconds: float = 0.0
+    """head, prompt scores, verification of drafts and draws;"""
+    draft_seconds: float = 0.0
+    """draft blocks and heads."""
+    decode_rows: int = 0
+    """Rows of sequences that went on from their last token, drafts included."""
+    decode: DecodeCounts = field(default_factory=DecodeCounts)
+    """Decode steps and drafts of all requests."""

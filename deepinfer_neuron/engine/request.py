@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deepinfer_neuron.cache.blocks import Digest
-from deepinfer_neuron.engine.outputs import FinishReason
+from deepinfer_neuron.engine.outputs import DecodeCounts, FinishReason
 from deepinfer_neuron.runner.sequence import SequenceData
 from deepinfer_neuron.sampling.params import SamplingParams
+
+Survival = NDArray[np.float32]
 
 
 class State(enum.Enum):
@@ -45,11 +51,16 @@ class Request:
     digests: list[Digest] = field(default_factory=list)
     """Digests of the known full blocks, as far as they were needed."""
     computed: int = 0
-    """Tokens whose keys the caches hold once every planned step has run."""
+    """Tokens whose keys the caches hold once every planned step has run; while it is running
+    that depends on the drafts accepted, so this then says nothing."""
     cached: int = 0
     """Tokens whose keys the caches hold now."""
-    inflight: int = 0
-    """Tokens that planned steps will add."""
+    inflight: deque[int] = field(default_factory=deque)
+    """Most tokens that each planned step adds, oldest first; each adds at least one."""
+    drafts: int = 0
+    """Drafts that its next step may verify, as far as is known."""
+    survivals: deque[Survival] = field(default_factory=lambda: deque(maxlen=2))
+    """Estimated chances of its latest drafts and of those before, newest last."""
     committed: int = 0
     """Leading blocks that were offered to the prefix cache."""
     hit_tokens: int = 0
@@ -60,6 +71,7 @@ class Request:
     finish_reason: FinishReason | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
+    decode: DecodeCounts = field(default_factory=DecodeCounts)
 
     @property
     def known(self) -> int:
@@ -67,11 +79,13 @@ class Request:
         return len(self.prompt_token_ids) + len(self.token_ids)
 
     @property
-    def planned_length(self) -> int:
-        """Tokens known once every planned step has run."""
-        return self.known + self.inflight
-
-    @property
     def wants_more(self) -> bool:
-        """Whether planned steps leave it short of its longest possible length."""
-        return self.planned_length < self.max_length
+        """Whether planned steps may leave it short of its longest possible length."""
+        return self.known + len(self.inflight) < self.max_length
+
+    def most_cached(self, rows: int) -> int:
+        """Most tokens the caches hold once the planned steps and one more of ``rows`` rows ran.
+
+        The last token of the longest sequence is never fed.
+        """
+        return min(self.max_length - 1, self.known + sum(self.inflight) - 1 + rows)

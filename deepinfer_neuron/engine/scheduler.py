@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from deepinfer_neuron.cache.blocks import ROOT, BlockManager, Digest, block_digest
 from deepinfer_neuron.cache.pools import BLOCK_TOKENS
-from deepinfer_neuron.engine.request import Request, State
-from deepinfer_neuron.runner.plan import Admission, StepPlan
+from deepinfer_neuron.engine.budget import DraftBudget
+from deepinfer_neuron.engine.request import Request, State, Survival
+from deepinfer_neuron.runner.plan import CONTINUE, Admission, StepPlan
 
 Ints = NDArray[np.int64]
 
@@ -38,6 +39,8 @@ class SchedulerConfig:
     """Blocks of the longest sequence."""
     prefill_attempt_interval: int = 1
     """While requests are running, only every so many steps carry prompt rows."""
+    nextn: int = 0
+    """Most drafts that a running request verifies in a step."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,6 @@ class SchedulerCounters:
 
     steps: int = 0
     prefill_tokens: int = 0
-    decode_tokens: int = 0
     preemptions: int = 0
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
@@ -69,10 +71,14 @@ class Scheduler:
     Args:
         config: limits.
         blocks: block manager.
+        budget: decides how many drafts a step verifies; ``None`` for as many as there are.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, blocks: BlockManager, budget: DraftBudget | None = None
+    ) -> None:
         self.config = config
+        self.budget = budget
         self.blocks = blocks
         self.counters = SchedulerCounters()
         self.waiting: deque[Request] = deque()
@@ -100,18 +106,21 @@ class Scheduler:
 
         Counts of the requests are advanced as if the step had run.
         """
-        preempted = self._make_room()
+        # Every running request needs a row; drafts share what the budget leaves.
+        most = self.config.max_num_batched_tokens // max(1, len(self.running))
+        width = min(1 + self.config.nextn, most)
+        preempted = self._make_room(width)
         rows = _Rows()
         for request in self.running:
-            if request.planned_length < request.max_length:
-                rows.add(request, request.computed, request.computed + 1, True)
-                request.computed += 1
-                request.inflight += 1
+            if request.wants_more:
+                rows.add(request, CONTINUE, width, True)
+        drafts = self._decode(rows, width)
+        used = len(rows.requests) * width if drafts is None else len(rows.requests) + drafts
         decoding = len(rows.requests)
         self._since_prefill += 1
         interval = self.config.prefill_attempt_interval
         if not decoding or self._since_prefill >= interval:
-            budget = self.config.max_num_batched_tokens - decoding
+            budget = self.config.max_num_batched_tokens - used
             admissions = self._prefill(rows, budget, admit=not preempted)
         else:
             admissions = []
@@ -120,10 +129,18 @@ class Scheduler:
         if len(rows.requests) > decoding:
             self._since_prefill = 0
         self.counters.steps += 1
-        self.counters.decode_tokens += decoding
-        plan = self._plan(rows, tuple(admissions))
-        self.counters.prefill_tokens += plan.num_rows - decoding
-        return Scheduled(plan, tuple(rows.requests))
+        self.counters.prefill_tokens += sum(rows.rows[decoding:])
+        return Scheduled(self._plan(rows, tuple(admissions), drafts), tuple(rows.requests))
+
+    def _decode(self, rows: _Rows, width: int) -> int | None:
+        """Count the planned rows of running requests; drafts they share, ``None`` for no limit."""
+        drafts = None
+        if self.budget is not None and rows.requests:
+            chances = [_latest_survival(request, width - 1) for request in rows.requests]
+            drafts = self.budget.drafts(chances)
+        for request in rows.requests:
+            request.inflight.append(width)
+        return drafts
 
     def finish(self, request: Request) -> None:
         """Take a request out of its queue and give its memory back."""
@@ -157,20 +174,19 @@ class Scheduler:
 
     # Memory of running requests.
 
-    def _make_room(self) -> bool:
-        """Give every running request the block its next row needs; preempt where none is left."""
+    def _make_room(self, width: int) -> bool:
+        """Give every running request blocks for its next rows; preempt where none is left."""
         preempted = False
-        short = [
-            request
-            for request in self.running
-            if request.computed == len(request.blocks) * BLOCK_TOKENS and request.wants_more
-        ]
-        for request in short:
-            while request.state is State.RUNNING and not self.blocks.available:
+        for request in list(self.running):
+            while request.state is State.RUNNING and request.wants_more:
+                missing = -(-request.most_cached(width) // BLOCK_TOKENS) - len(request.blocks)
+                if missing <= 0:
+                    break
+                if self.blocks.available >= missing:
+                    self._extend(request, missing)
+                    break
                 self._preempt(self._youngest())
                 preempted = True
-            if request.state is State.RUNNING:
-                self._extend(request, 1)
         return preempted
 
     def _youngest(self) -> Request:
@@ -237,7 +253,7 @@ class Scheduler:
         return blocks
 
     def _fits(self, request: Request, matched: Sequence[int]) -> bool:
-        needed = -(-request.known // BLOCK_TOKENS) - len(matched)
+        needed = -(-(request.known + request.drafts) // BLOCK_TOKENS) - len(matched)
         return needed <= self.blocks.available - self.blocks.unreferenced(matched)
 
     def _admit(self, request: Request, matched: list[int]) -> Admission:
@@ -247,7 +263,8 @@ class Scheduler:
         self.blocks.share(matched)
         request.blocks = list(matched)
         self._tables[request.slot, : len(matched)] = matched
-        self._extend(request, -(-request.known // BLOCK_TOKENS) - len(matched))
+        wanted = -(-(request.known + request.drafts) // BLOCK_TOKENS)
+        self._extend(request, wanted - len(matched))
         cached = len(matched) * BLOCK_TOKENS
         request.computed = request.cached = cached
         request.committed = len(matched)
@@ -266,14 +283,16 @@ class Scheduler:
         if count <= 0:
             return 0
         complete = begin + count == known
-        rows.add(request, begin, begin + count, complete)
+        # A request that was preempted goes on with the drafts it had.
+        drafts = min(request.drafts, budget - count) if complete else 0
+        rows.add(request, begin, count + drafts, complete)
         request.computed += count
         if complete:
-            request.inflight += 1
+            request.inflight.append(1 + drafts)
             request.state = State.RUNNING
             self.prefilling.remove(request)
             self.running.append(request)
-        return count
+        return count + drafts
 
     # Digests, and which of them somebody is computing.
 
@@ -301,19 +320,35 @@ class Scheduler:
         else:
             self._expected.pop(digest, None)
 
-    def _plan(self, rows: _Rows, admissions: tuple[Admission, ...]) -> StepPlan:
+    def _plan(self, rows: _Rows, admissions: tuple[Admission, ...], drafts: int | None) -> StepPlan:
         slots = np.array([request.slot for request in rows.requests], dtype=np.int64)
         width = max(len(request.blocks) for request in rows.requests)
         tables = self._tables[slots, :width]
         return StepPlan(
             slots=slots,
             begin=np.array(rows.begin, dtype=np.int64),
-            end=np.array(rows.end, dtype=np.int64),
+            rows=np.array(rows.rows, dtype=np.int64),
             samples=np.array(rows.samples),
             tables=tables,
             pages=self.blocks.pages(tables),
             admissions=admissions,
+            most_drafts=drafts,
         )
+
+
+def _latest_survival(request: Request, width: int) -> Survival:
+    """Chances by which the drafts of a step may be counted: those before the drafts it verifies.
+
+    The number of drafts must not depend on the drafts themselves, or their tokens would be judged
+    with a bias. With a step in flight the latest known chances are old enough; otherwise the ones
+    before them are taken. A request without any counts as certain.
+    """
+    known = list(request.survivals)
+    if not request.inflight:
+        known = known[:-1]
+    if not known:
+        return np.ones(width, dtype=np.float32)
+    return known[-1][:width]
 
 
 @dataclass
@@ -322,11 +357,11 @@ class _Rows:
 
     requests: list[Request] = field(default_factory=list)
     begin: list[int] = field(default_factory=list)
-    end: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
 
-    def add(self, request: Request, begin: int, end: int, samples: bool) -> None:
+    def add(self, request: Request, begin: int, rows: int, samples: bool) -> None:
         self.requests.append(request)
         self.begin.append(begin)
-        self.end.append(end)
+        self.rows.append(rows)
         self.samples.append(samples)

@@ -187,19 +187,58 @@ class Selector(nn.Module):
         return scores.masked_fill(~inside, -math.inf)
 
 
-class Attention(nn.Module):
-    """One attention sub-layer; which parts it owns follows from the layer's role."""
+class Projections(nn.Module):
+    """What every attention sub-layer has: queries, window keys, sink, output projection.
 
-    def __init__(self, config: ModelConfig, layer: LayerSpec, source: WeightSource) -> None:
+    Args:
+        config: the model.
+        block: prefix of the block, such as ``layers.3``.
+        source: weights.
+    """
+
+    def __init__(self, config: ModelConfig, block: str, source: WeightSource) -> None:
         super().__init__()
-        name = f"layers.{layer.index}.attn"
-        self.config, self.layer, self.arithmetic = config, layer, source.arithmetic
+        name = f"{block}.attn"
+        self.config, self.arithmetic = config, source.arithmetic
         self.wq_a, self.wq_b = source.fp8(f"{name}.wq_a"), source.fp8(f"{name}.wq_b")
         self.wkv, self.wo_b = source.fp8(f"{name}.wkv"), source.fp8(f"{name}.wo_b")
         self.wo_a = source.fp8_groups(f"{name}.wo_a", config.o_groups)
         self.q_norm = nn.Buffer(source.plain(f"{name}.q_norm.weight"), persistent=False)
         self.kv_norm = nn.Buffer(source.plain(f"{name}.kv_norm.weight"), persistent=False)
         self.sink = nn.Buffer(source.plain(f"{name}.attn_sink"), persistent=False)
+
+    def latent(self, a: Tensor) -> Tensor:
+        """Quantized query latent ``[n, Q]`` of quantized hidden states ``[n, D]``."""
+        return q8(self._norm(self.wq_a(a), self.q_norm), self.arithmetic)
+
+    def query(self, latent: Tensor, turns: Tensor) -> Tensor:
+        """Queries ``[n, H, Dh]``, turned by ``[n, R]`` rotary rows."""
+        c = self.config
+        query = self.wq_b(latent).view(-1, c.num_attention_heads, c.head_dim)
+        return rope(query, turns, self.arithmetic)
+
+    def window_keys(self, a: Tensor, turns: Tensor) -> Tensor:
+        """Window keys ``[n, Dh]`` of quantized hidden states ``[n, D]``, before their codec."""
+        return rope(self._norm(self.wkv(a), self.kv_norm), turns, self.arithmetic)
+
+    def project(self, out: Tensor, turns: Tensor) -> Tensor:
+        """Attention output ``[n, H, Dh]``, turned back and projected to ``[n, D]``."""
+        out = rope(out, turns, self.arithmetic, inverse=True)
+        groups = q8(out, self.arithmetic).flatten(1).chunk(self.config.o_groups, dim=1)
+        parts = [w(g.contiguous()) for w, g in zip(self.wo_a, groups, strict=True)]
+        projected: Tensor = self.wo_b(q8(torch.cat(parts, dim=1), self.arithmetic))
+        return projected
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.config.rms_norm_eps, self.arithmetic)
+
+
+class Attention(Projections):
+    """One attention sub-layer; which parts it owns follows from the layer's role."""
+
+    def __init__(self, config: ModelConfig, layer: LayerSpec, source: WeightSource) -> None:
+        super().__init__(config, f"layers.{layer.index}", source)
+        self.layer = layer
         self.keys = KeySource(config, layer, source) if layer.owns_kv else None
         self.index_keys = IndexKeys(config, layer, source) if layer.owns_index_k else None
         self.selector = Selector(config, layer, source) if layer.owns_index else None
@@ -222,10 +261,9 @@ class Attention(nn.Module):
         c, arithmetic = self.config, self.arithmetic
         own_turns = turns.compressed if self.layer.ratio else turns.window
         a = q8(y, arithmetic)
-        latent = q8(self._norm(self.wq_a(a), self.q_norm), arithmetic)
-        query = self.wq_b(latent).view(-1, c.num_attention_heads, c.head_dim)
-        query = rope(query, own_turns, arithmetic)
-        window = rope(self._norm(self.wkv(a), self.kv_norm), own_turns, arithmetic)
+        latent = self.latent(a)
+        query = self.query(latent, own_turns)
+        window = self.window_keys(a, own_turns)
         self._publish(y, latent, step, turns, cache, published)
 
         records = cache.window.codec.pack(window)
@@ -240,16 +278,7 @@ class Attention(nn.Module):
         )  # fmt: skip
         cache.window.write(step.window.store_places, records[step.window.store_rows])
         cache.pages.write(step.window.page_places, records[step.window.page_rows])
-        return self._project(rope(out, own_turns, arithmetic, inverse=True))
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self.config.rms_norm_eps, self.arithmetic)
-
-    def _project(self, out: Tensor) -> Tensor:
-        groups = q8(out, self.arithmetic).flatten(1).chunk(self.config.o_groups, dim=1)
-        parts = [w(g.contiguous()) for w, g in zip(self.wo_a, groups, strict=True)]
-        joined = q8(torch.cat(parts, dim=1), self.arithmetic)
-        return self.wo_b(joined)
+        return self.project(out, own_turns)
 
     def _publish(
         self,

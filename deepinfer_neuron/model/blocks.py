@@ -24,9 +24,9 @@ from deepinfer_neuron.ops.quant import q8
 class Site(nn.Module):
     """One hyper-connection site: collapse, norm, block, expand."""
 
-    def __init__(self, config: ModelConfig, layer: int, name: str, source: WeightSource) -> None:
+    def __init__(self, config: ModelConfig, block: str, name: str, source: WeightSource) -> None:
         super().__init__()
-        prefix = f"layers.{layer}."
+        prefix = f"{block}."
         self.config, self.arithmetic = config, source.arithmetic
         self.fn = nn.Buffer(source.plain(f"{prefix}hc_{name}_fn"), persistent=False)
         self.base = nn.Buffer(source.plain(f"{prefix}hc_{name}_base"), persistent=False)
@@ -62,24 +62,34 @@ class Site(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts and the shared one."""
+    """Routed experts and the shared one.
 
-    def __init__(self, config: ModelConfig, layer: int, source: WeightSource) -> None:
+    Args:
+        config: the model.
+        block: prefix of the block, such as ``layers.3``.
+        experts: routed experts of the block.
+        chosen: how many of them a token takes.
+        source: weights.
+    """
+
+    def __init__(
+        self, config: ModelConfig, block: str, experts: int, chosen: int, source: WeightSource
+    ) -> None:
         super().__init__()
-        name = f"layers.{layer}.ffn"
-        self.config, self.arithmetic = config, source.arithmetic
+        name = f"{block}.ffn"
+        self.config, self.arithmetic, self.chosen = config, source.arithmetic, chosen
         self.gate = source.wide(f"{name}.gate")
         self.bias = nn.Buffer(source.plain(f"{name}.gate.bias"), persistent=False)
         self.shared = nn.ModuleDict(
             {part: source.fp8(f"{name}.shared_experts.{part}") for part in ("w1", "w3", "w2")}
         )
-        self.experts = ExpertBank(f"{name}.experts", config.n_routed_experts, source)
+        self.experts = ExpertBank(f"{name}.experts", experts, source)
 
     def forward(self, y: Tensor) -> Tensor:
         """``[n, D]`` normed hidden states to ``[n, D]``."""
         c, arithmetic = self.config, self.arithmetic
         chosen, share = route(
-            y, self.gate.weight, self.bias, c.num_experts_per_tok, c.routed_scaling_factor,
+            y, self.gate.weight, self.bias, self.chosen, c.routed_scaling_factor,
             arithmetic,
         )  # fmt: skip
         x = q8(y, arithmetic)
@@ -145,12 +155,22 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, spec: LayerSpec, source: WeightSource) -> None:
         super().__init__()
+        block = f"layers.{spec.index}"
         self.spec = spec
         self.engram = Engram(config, spec.index, source) if spec.engram is not None else None
-        self.attention_site = Site(config, spec.index, "attn", source)
+        self.attention_site = Site(config, block, "attn", source)
         self.attention = Attention(config, spec, source)
-        self.ffn_site = Site(config, spec.index, "ffn", source)
-        self.moe = MixtureOfExperts(config, spec.index, source)
+        self.ffn_site = Site(config, block, "ffn", source)
+        self.moe = MixtureOfExperts(
+            config, block, config.n_routed_experts, config.num_experts_per_tok, source
+        )
+
+    def remember(self, trunk: Tensor, step: StepTensors) -> Tensor:
+        """The trunk ``[n, M, D]`` after this layer's Engram update, where it has one."""
+        if self.engram is None or self.spec.engram is None:
+            return trunk
+        updated: Tensor = self.engram(trunk, step.engram_rows[self.spec.engram])
+        return updated
 
     def forward(
         self,
@@ -161,9 +181,7 @@ class Layer(nn.Module):
         cache: LayerCache,
         published: Published,
     ) -> tuple[Tensor, Tensor]:
-        """Trunk ``[n, M, D]`` and carried mix ``[n, M]`` to those of the next layer."""
-        if self.engram is not None and self.spec.engram is not None:
-            trunk = self.engram(trunk, step.engram_rows[self.spec.engram])
+        """Remembered trunk ``[n, M, D]`` and carried mix ``[n, M]`` to those of the next layer."""
         trunk, pre = self.attention_site(
             trunk, pre, lambda y: self.attention(y, step, turns, cache, published)
         )

@@ -14,7 +14,8 @@ _EXPANDED_BYTES = {"F8_E4M3": 2, "I8": 4, "F8_E8M0": 0, "BF16": 1, "F32": 1}
 # Bf16 matrices whose products stay fp32: expanding widens them once instead of in every step.
 _WIDENED = ("head.weight", ".gate.weight", ".wgate.weight")
 
-_OTHER_ROLES = frozenset({"draft", "draft_expert", "markov", "vision", "aligner"})
+_DRAFT_ROLES = frozenset({"draft", "draft_expert", "markov"})
+_IMAGE_ROLES = frozenset({"vision", "aligner"})
 
 # Rows of these tables are read from the files when they are needed.
 _ON_DISK_ROLE = "engram_table"
@@ -52,9 +53,10 @@ def _expansion(spec: TensorSpec) -> int:
     return 2 if spec.name.endswith(_WIDENED) else _EXPANDED_BYTES[spec.dtype]
 
 
-def text_only(parts: Iterable[Part]) -> list[Part]:
-    """The parts that generating text without drafts and images keeps in memory."""
-    return [part for part in parts if part.name not in _OTHER_ROLES]
+def text_parts(parts: Iterable[Part], *, drafts: bool) -> list[Part]:
+    """The parts that generating text keeps in memory, with or without drafts."""
+    unused = _IMAGE_ROLES if drafts else _IMAGE_ROLES | _DRAFT_ROLES
+    return [part for part in parts if part.name not in unused]
 
 
 def total(parts: Iterable[Part]) -> Part:

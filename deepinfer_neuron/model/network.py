@@ -13,10 +13,11 @@ from deepinfer_neuron.cache.records import CodecSet
 from deepinfer_neuron.checkpoint.config import ModelConfig
 from deepinfer_neuron.model.attention import Published, Turns
 from deepinfer_neuron.model.blocks import Layer
+from deepinfer_neuron.model.drafts import DraftBlocks
 from deepinfer_neuron.model.matrix import WeightSource
-from deepinfer_neuron.model.step import StepTensors
+from deepinfer_neuron.model.step import DraftStep, StepTensors
 from deepinfer_neuron.ops.gather import gather_rows
-from deepinfer_neuron.ops.hyper import collapse
+from deepinfer_neuron.ops.hyper import collapse, stream_mean
 from deepinfer_neuron.ops.norm import rms_norm
 from deepinfer_neuron.ops.rope import Yarn, rope_table
 
@@ -29,10 +30,16 @@ class TextNetwork(nn.Module):
         source: weights.
         max_length: exclusive upper bound of every position.
         progress: show a bar while loading.
+        drafts: load the draft blocks too.
     """
 
     def __init__(
-        self, config: ModelConfig, source: WeightSource, max_length: int, progress: bool = False
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        max_length: int,
+        progress: bool = False,
+        drafts: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.arithmetic = config, source.arithmetic
@@ -43,6 +50,9 @@ class TextNetwork(nn.Module):
         )
         self.norm = nn.Buffer(source.plain("norm.weight"), persistent=False)
         self.head = source.wide("head")
+        self.drafts: DraftBlocks | None = None
+        if drafts and config.draft is not None:
+            self.drafts = DraftBlocks(config, config.draft, source)
         width, scaling = config.qk_rope_head_dim, config.rope_scaling
         yarn = None
         if scaling is not None:
@@ -56,16 +66,22 @@ class TextNetwork(nn.Module):
         self.compressed_table = nn.Buffer(compressed, persistent=False)
 
     def allocate_caches(self, shape: CacheShape) -> list[LayerCache]:
-        """Zeroed caches of every layer."""
+        """Zeroed caches of every layer, those of the draft blocks last."""
         c = self.config
         codecs = CodecSet.of(c.head_dim, c.index_head_dim, self.arithmetic.rounding)
-        return [
+        backbone = [
             allocate_layer(
                 shape, codecs, spec.ratio, owns_compressed=spec.owns_kv,
                 owns_index=spec.owns_index_k,
             )
             for spec in c.layers
         ]  # fmt: skip
+        blocks = len(self.drafts.blocks) if self.drafts is not None else 0
+        window_only = [
+            allocate_layer(shape, codecs, 0, owns_compressed=False, owns_index=False)
+            for _ in range(blocks)
+        ]
+        return backbone + window_only
 
     def start(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Trunk ``[n, M, D]`` of the embeddings, and the first mix: stream 0 alone ``[n, M]``."""
@@ -104,6 +120,31 @@ class TextNetwork(nn.Module):
         """
         trunk, pre = self.start(step.token_ids)
         turns, published = self.turns(step), Published()
-        for layer, cache in zip(self.layers, caches, strict=True):
+        backbone = caches[: len(self.layers)]
+        features: list[Tensor] = []
+        for layer, cache in zip(self.layers, backbone, strict=True):
+            assert isinstance(layer, Layer)
+            trunk = layer.remember(trunk, step)
+            if self.drafts is not None and layer.spec.index in self.drafts.targets:
+                features.append(stream_mean(trunk, self.arithmetic))
             trunk, pre = layer(trunk, pre, step, turns, cache, published)
+        if self.drafts is not None:
+            joined = torch.cat(features, dim=1)
+            self.drafts.remember(joined, turns.window, step.window, caches[len(self.layers) :])
         return self.finish(trunk[step.output_rows], pre[step.output_rows])
+
+    def draft_hidden(self, step: DraftStep, caches: Sequence[LayerCache]) -> Tensor:
+        """Run the draft blocks over one block of drafts per sequence.
+
+        Args:
+            step: rows of the blocks.
+            caches: of every layer; only the draft blocks' own are read, none is written.
+
+        Returns:
+            hidden states before the post norm ``[n, D]``.
+        """
+        assert self.drafts is not None
+        trunk, pre = self.start(step.token_ids)
+        turns = self.base_table[step.positions]
+        drafted: Tensor = self.drafts(trunk, pre, step, turns, caches[len(self.layers) :])
+        return drafted

@@ -88,3 +88,25 @@ class StepTensors:
     chunks: tuple[Chunk, ...]
     output_rows: Tensor
     """``[o]`` rows whose logits are wanted."""
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """Blocks of drafts, ``n`` consecutive rows per sequence, for ``s`` sequences.
+
+    The first row of a block is the sequence's last token, which the backbone has not seen yet; the
+    others hold the noise token. The keys are ``[history | rows]``: what the draft blocks' rings
+    hold of the backbone's tokens, then the rows' own.
+    """
+
+    token_ids: Tensor
+    """``[s * n]``."""
+    positions: Tensor
+    """``[s * n]``."""
+    history_places: Tensor
+    """``[h]`` ring places."""
+    key_index: Tensor
+    """``[s * n, W + n]`` keys that a row sees: up to ``W`` of history and its whole block, valid
+    ones first, -1 behind."""
+    block: int
+    """``n``."""

@@ -103,6 +103,17 @@ def collapse(trunk: Tensor, pre: Tensor, arithmetic: Arithmetic) -> Tensor:
     return arithmetic.round(total)
 
 
+def stream_mean(trunk: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """``(sum_m trunk[m]) / M``: ``[n, M, D]`` to activations ``[n, D]``.
+
+    Summed in fp32, stream 0 first, one rounding at the end.
+    """
+    total = trunk[:, 0].to(torch.float32)
+    for stream in range(1, trunk.shape[1]):
+        total = total + trunk[:, stream].to(torch.float32)
+    return arithmetic.round(total * (1.0 / trunk.shape[1]))
+
+
 def expand(out: Tensor, trunk: Tensor, mix: Mix, arithmetic: Arithmetic) -> Tensor:
     """New streams ``post[j] * out + sum_i comb[i, j] * trunk[i]``, one rounding each.
 

@@ -1,18 +1,20 @@
-"""Runs step plans one after the other: looks up tokens, runs the network, samples."""
+"""Runs step plans one after the other: looks up tokens, runs the network, samples, drafts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from deepinfer_neuron.runner.drafter import Drafter
 from deepinfer_neuron.runner.pack import ChunkPlan
-from deepinfer_neuron.runner.plan import StepPlan
+from deepinfer_neuron.runner.plan import CONTINUE, StepPlan
 from deepinfer_neuron.runner.sequence import SequenceData
 from deepinfer_neuron.runner.worker import Worker
+from deepinfer_neuron.sampling.drafts import Draft, split_budget, survival
 from deepinfer_neuron.sampling.sampler import Sampler, TokenResult
 
 _SCORED_ROWS = 1 << 22
@@ -20,13 +22,75 @@ _SCORED_ROWS = 1 << 22
 
 
 @dataclass(frozen=True)
+class Progress:
+    """What a step did for one sequence."""
+
+    tokens: tuple[TokenResult, ...]
+    """New tokens in order; empty if it does not sample, or had reached its length before."""
+    cached: int
+    """Tokens whose keys the caches hold now."""
+    verified: int = 0
+    """Drafts that the step verified."""
+    accepted: int = 0
+    """How many of them became tokens."""
+    confidences: tuple[float, ...] = ()
+    """Of the verified drafts."""
+    next_confidences: tuple[float, ...] = ()
+    """Of the drafts that the next step may verify."""
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Outcome of a step."""
 
-    tokens: tuple[TokenResult, ...]
-    """One per sequence that samples, in plan order."""
+    progress: tuple[Progress, ...]
+    """One per sequence of the plan, in its order."""
+    rows: int
+    """Rows that ran."""
     seconds: float
-    """Time from the start of the step to its last token."""
+    """Time from the start of the step to its last draft."""
+    forward_seconds: float
+    """Time of the backbone, embedding to final norm."""
+    sample_seconds: float
+    """Time of the head, prompt scores and verification."""
+    draft_seconds: float
+    """Time of the draft blocks and heads."""
+
+
+@dataclass
+class _Member:
+    """A sequence of the step being run."""
+
+    entry: int
+    """Its place in the plan."""
+    slot: int
+    data: SequenceData
+    begin: int
+    end: int
+    samples: bool
+    drafts: tuple[Draft, ...]
+    """Verified by this step, on its last rows."""
+    first_output: int = 0
+    """Its first row among those with hidden states."""
+    num_outputs: int = 0
+    tokens: list[TokenResult] = field(default_factory=list)
+
+    @property
+    def first_sample(self) -> int:
+        """Output row that its first new token follows."""
+        return self.first_output + self.num_outputs - 1 - len(self.drafts)
+
+    def progress(self) -> Progress:
+        if not self.samples:
+            return Progress((), self.end)
+        return Progress(
+            tokens=tuple(self.tokens),
+            cached=len(self.data) - 1,
+            verified=len(self.drafts),
+            accepted=max(0, len(self.tokens) - 1),
+            confidences=tuple(draft.confidence for draft in self.drafts),
+            next_confidences=tuple(draft.confidence for draft in self.data.drafts),
+        )
 
 
 class Executor:
@@ -36,15 +100,19 @@ class Executor:
         worker: network and caches.
         sampler: chooses tokens.
         num_slots: slots, the dummy slot 0 included.
+        drafter: proposes drafts; ``None`` for none.
     """
 
-    def __init__(self, worker: Worker, sampler: Sampler, num_slots: int) -> None:
+    def __init__(
+        self, worker: Worker, sampler: Sampler, num_slots: int, drafter: Drafter | None = None
+    ) -> None:
         self.worker = worker
         self.sampler = sampler
+        self.drafter = drafter
         self._data: list[SequenceData | None] = [None] * num_slots
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Run a step to its last token.
+        """Run a step to its last draft.
 
         New tokens are appended to the sequences' data, so the next plan can use them.
         """
@@ -53,14 +121,26 @@ class Executor:
             self._data[admission.slot] = admission.data
             if admission.cached:
                 self.worker.restore_window(admission.slot, admission.cached, admission.pages)
-        data = [self._sequence(slot) for slot in plan.slots.tolist()]
-        chunks = self._chunks(plan, data)
-        hidden = self.worker.hidden(chunks)
-        last = np.cumsum([chunk.num_outputs for chunk in chunks]) - 1
-        self._score_prompts(plan, data, chunks, hidden, last)
-        sampled = np.flatnonzero(plan.samples)
-        tokens = self._sample([data[i] for i in sampled], hidden[torch.from_numpy(last[sampled])])
-        return StepResult(tuple(tokens), time.monotonic() - started)
+        members = self._members(plan)
+        hidden = self.worker.hidden(self._chunks(plan, members)) if members else torch.empty(0)
+        forwarded = time.monotonic()
+        for member in members:
+            self._score_prompt(member, hidden)
+        self._sample([member for member in members if member.samples], hidden)
+        sampled = time.monotonic()
+        self._draft(members)
+        ended = time.monotonic()
+        done = {member.entry: member.progress() for member in members}
+        return StepResult(
+            progress=tuple(
+                done.get(entry, Progress((), 0)) for entry in range(len(plan.slots))
+            ),
+            rows=sum(member.end - member.begin for member in members),
+            seconds=ended - started,
+            forward_seconds=forwarded - started,
+            sample_seconds=sampled - forwarded,
+            draft_seconds=ended - sampled,
+        )  # fmt: skip
 
     def _sequence(self, slot: int) -> SequenceData:
         data = self._data[slot]
@@ -68,64 +148,119 @@ class Executor:
             raise RuntimeError(f"slot {slot} holds no sequence")
         return data
 
-    def _chunks(self, plan: StepPlan, data: Sequence[SequenceData]) -> list[ChunkPlan]:
-        rows = self._engram_rows(plan, data)
-        chunks = []
-        bounds = zip(plan.begin.tolist(), plan.end.tolist(), strict=True)
-        for i, (begin, end) in enumerate(bounds):
-            outputs = end - begin if data[i].scores_prompt else int(plan.samples[i])
+    def _members(self, plan: StepPlan) -> list[_Member]:
+        """Sequences with their rows; one that has reached its length since the plan has none."""
+        members = []
+        for entry, slot in enumerate(plan.slots.tolist()):
+            data, rows = self._sequence(slot), int(plan.rows[entry])
+            samples, begin = bool(plan.samples[entry]), int(plan.begin[entry])
+            if begin == CONTINUE:
+                if len(data) >= data.max_length:
+                    continue
+                begin = len(data) - 1
+            count = max(0, begin + rows - len(data)) if samples else 0
+            drafts = data.drafts[:count]
+            end = len(data) + len(drafts) if samples else begin + rows
+            members.append(_Member(entry, slot, data, begin, end, samples, drafts))
+        if plan.most_drafts is not None:
+            going_on = [member for member in members if plan.begin[member.entry] == CONTINUE]
+            chances = [survival([d.confidence for d in m.drafts]) for m in going_on]
+            counts = split_budget(chances, plan.most_drafts)
+            for member, count in zip(going_on, counts, strict=True):
+                member.drafts = member.drafts[:count]
+                member.end = len(member.data) + count
+        return members
+
+    def _chunks(self, plan: StepPlan, members: Sequence[_Member]) -> list[ChunkPlan]:
+        rows = self._engram_rows(members)
+        chunks, outputs = [], 0
+        for member, engram_rows in zip(members, rows, strict=True):
+            begin, end, data = member.begin, member.end, member.data
+            wanted = 1 + len(member.drafts) if member.samples else 0
+            member.num_outputs = end - begin if data.scores_prompt else wanted
+            member.first_output = outputs
+            outputs += member.num_outputs
             chunks.append(
                 ChunkPlan(
-                    token_ids=data[i].tokens(begin, end),
+                    token_ids=data.tokens(begin, end),
                     start_position=begin,
-                    state_slot=int(plan.slots[i]),
-                    block_table=plan.tables[i],
-                    page_table=plan.pages[i],
-                    engram_rows=rows[i],
-                    num_outputs=outputs,
+                    state_slot=member.slot,
+                    block_table=plan.tables[member.entry],
+                    page_table=plan.pages[member.entry],
+                    engram_rows=engram_rows,
+                    num_outputs=member.num_outputs,
                 )
             )
         return chunks
 
-    def _engram_rows(self, plan: StepPlan, data: Sequence[SequenceData]) -> list[np.ndarray]:
+    def _engram_rows(self, members: Sequence[_Member]) -> list[np.ndarray]:
         """Table rows of every chunk, hashed together."""
-        bounds = list(zip(plan.begin.tolist(), plan.end.tolist(), strict=True))
-        rows = self.worker.engram_rows(
-            [(item.compressed(end), begin) for item, (begin, end) in zip(data, bounds, strict=True)]
-        )
-        edges = np.cumsum([end - begin for begin, end in bounds])[:-1]
+        rows = self.worker.engram_rows([(m.data.compressed(m.end), m.begin) for m in members])
+        edges = np.cumsum([member.end - member.begin for member in members])[:-1]
         return np.split(rows, edges, axis=1)
 
-    def _sample(self, data: Sequence[SequenceData], hidden: torch.Tensor) -> list[TokenResult]:
-        if not data:
-            return []
-        logits = self.worker.logits(hidden)
-        states = [item.state for item in data]
-        results = self.sampler.sample(logits, states, [len(item) for item in data])
-        compressed = self.worker.compress([result.token_id for result in results])
-        for item, result, code in zip(data, results, compressed.tolist(), strict=True):
-            item.append(result.token_id, code)
-        return results
+    def _sample(self, members: Sequence[_Member], hidden: torch.Tensor) -> None:
+        """Choose tokens place by place: a sequence goes on while its draft is the token.
 
-    def _score_prompts(
-        self,
-        plan: StepPlan,
-        data: Sequence[SequenceData],
-        chunks: Sequence[ChunkPlan],
-        hidden: torch.Tensor,
-        last: np.ndarray,
-    ) -> None:
-        """Scores of the prompt tokens that follow the rows of this step, in bounded pieces."""
-        step = max(1, _SCORED_ROWS // self.worker.config.vocab_size)
-        for i, item in enumerate(data):
-            begin = int(plan.begin[i])
-            known = len(item.prompt_results)
-            end = min(int(plan.end[i]), item.num_prompt_tokens - 1)
-            if not item.scores_prompt or end <= known:
+        Every place is treated as in a step without drafts, after the tokens before it have been
+        told to the sequence's state, so nothing ever has to be taken back.
+        """
+        if not members:
+            return
+        spans = [range(m.first_sample, m.first_sample + 1 + len(m.drafts)) for m in members]
+        logits = self.worker.logits(hidden[[row for span in spans for row in span]])
+        first = np.cumsum([0, *(len(span) for span in spans[:-1])])
+        alive, place = list(zip(members, first.tolist(), strict=True)), 0
+        while alive:
+            rows = [row + place for _, row in alive]
+            part = logits if len(rows) == logits.shape[0] else logits[rows]
+            going_on = self._sample_place([member for member, _ in alive], part, place)
+            alive = [item for item, more in zip(alive, going_on, strict=True) if more]
+            place += 1
+
+    def _sample_place(
+        self, members: Sequence[_Member], logits: torch.Tensor, place: int
+    ) -> list[bool]:
+        """One token for every sequence; tells which of them have their draft accepted."""
+        drafts = [m.drafts[place] if place < len(m.drafts) else None for m in members]
+        states = [member.data.state for member in members]
+        lengths = [len(member.data) for member in members]
+        results = self.sampler.sample(logits, states, lengths, drafts)
+        compressed = self.worker.compress([result.token_id for result in results])
+        going_on = []
+        rows = zip(members, results, compressed.tolist(), drafts, strict=True)
+        for member, result, code, draft in rows:
+            member.data.append(result.token_id, code)
+            member.tokens.append(result)
+            accepted = draft is not None and draft.token_id == result.token_id
+            ended = result.failed is not None or member.data.state.ends_with(result.token_id)
+            going_on.append(accepted and not ended)
+        return going_on
+
+    def _draft(self, members: Sequence[_Member]) -> None:
+        """Drafts for the sequences that go on after this step."""
+        wanting = []
+        for member in members:
+            if not member.tokens:
                 continue
-            offset = int(last[i]) + 1 - chunks[i].num_outputs - begin
-            for start in range(known, end, step):
-                stop = min(end, start + step)
-                logits = self.worker.logits(hidden[offset + start : offset + stop])
-                targets = item.tokens(start + 1, stop + 1).tolist()
-                item.prompt_results += self.sampler.score_prompt(logits, targets, item.params)
+            member.data.drafts = ()
+            last, state = member.tokens[-1], member.data.state
+            if last.failed is None and not state.ends_with(last.token_id):
+                wanting.append((member.slot, member.data))
+        wanting = [(slot, data) for slot, data in wanting if data.room_for_drafts]
+        if self.drafter is not None and wanting:
+            self.drafter.propose(wanting)
+
+    def _score_prompt(self, member: _Member, hidden: torch.Tensor) -> None:
+        """Scores of the prompt tokens that follow the rows of this step, in bounded pieces."""
+        data, step = member.data, max(1, _SCORED_ROWS // self.worker.config.vocab_size)
+        known = len(data.prompt_results)
+        end = min(member.end, data.num_prompt_tokens - 1)
+        if not data.scores_prompt or end <= known:
+            return
+        offset = member.first_output - member.begin
+        for start in range(known, end, step):
+            stop = min(end, start + step)
+            logits = self.worker.logits(hidden[offset + start : offset + stop])
+            targets = data.tokens(start + 1, stop + 1).tolist()
+            data.prompt_results += self.sampler.score_prompt(logits, targets, data.params)

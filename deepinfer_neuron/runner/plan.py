@@ -30,25 +30,31 @@ class Admission:
     pages: tuple[int, ...]
 
 
+CONTINUE = -1
+"""Beginning of a sequence that goes on from its last token, wherever that is by then."""
+
+
 @dataclass(frozen=True)
 class StepPlan:
-    """Rows ``[begin, end)`` of the sequences in ``slots``, each with its block and page table."""
+    """Rows of the sequences in ``slots``, each with its block and page table."""
 
     slots: Ints
     """``[s]``."""
     begin: Ints
-    """``[s]`` position of each sequence's first row."""
-    end: Ints
-    """``[s]`` position behind its last row."""
+    """``[s]`` position of each sequence's first row, or :data:`CONTINUE`."""
+    rows: Ints
+    """``[s]`` most rows of each sequence: known tokens first, then drafts."""
     samples: NDArray[np.bool_]
-    """``[s]`` whether a token follows the last row."""
+    """``[s]`` whether tokens follow the rows: then they reach the sequence's last token."""
     tables: Ints
     """``[s, w]`` copies of the block tables."""
     pages: Ints
     """``[s, w]`` window page of each block."""
     admissions: tuple[Admission, ...]
+    most_drafts: int | None = None
+    """Drafts that all continuing sequences verify together; ``None`` for as many as there are."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of the step."""
-        return int((self.end - self.begin).sum())
+        """Most rows of the step."""
+        return int(self.rows.sum())

@@ -20,14 +20,13 @@ from deepinfer_neuron.checkpoint.config import ModelConfig
 from deepinfer_neuron.checkpoint.engram import IMAGE, EngramHasher
 from deepinfer_neuron.checkpoint.names import inventory
 from deepinfer_neuron.checkpoint.reader import Checkpoint
-from deepinfer_neuron.model.footprint import measure_parts, text_only, total
+from deepinfer_neuron.model.drafts import DraftHeads
+from deepinfer_neuron.model.footprint import measure_parts, text_parts, total
 from deepinfer_neuron.model.matrix import WeightSource
 from deepinfer_neuron.model.network import TextNetwork
 from deepinfer_neuron.ops.arithmetic import Arithmetic
 from deepinfer_neuron.runner.pack import ChunkPlan, StepGeometry, pack, window_copy
-
-BACKTRACKING_TOKENS = 1
-"""Tokens that the rings let a sequence undo. One row per step and no drafts: one."""
+from deepinfer_neuron.runner.pack_drafts import DraftPlan, pack_drafts
 
 
 class Worker:
@@ -37,8 +36,10 @@ class Worker:
         checkpoint: opened files; must stay open.
         arithmetic: order and rounding.
         expanded: decode quantized weights once, or keep them as stored.
-        max_length: exclusive upper bound of every position.
+        max_length: exclusive upper bound of every position of a sequence.
         progress: show a bar while loading.
+        nextn: drafts per sequence and step; 0 leaves the draft blocks unloaded.
+        backtracking: tokens that the rings let a sequence undo, at least ``nextn + 1``.
     """
 
     def __init__(
@@ -49,12 +50,18 @@ class Worker:
         expanded: bool,
         max_length: int,
         progress: bool = False,
+        nextn: int = 0,
+        backtracking: int = 0,
     ) -> None:
         self.config = checkpoint.config
+        self.nextn = nextn
         source = WeightSource(checkpoint, expanded, arithmetic)
-        self.network = TextNetwork(self.config, source, max_length, progress)
+        # The last draft of a block may stand behind the longest sequence.
+        self.network = TextNetwork(
+            self.config, source, max_length + nextn, progress, drafts=nextn > 0
+        )
         self.hasher = engram_hasher(checkpoint)
-        self.geometry = step_geometry(self.config)
+        self.geometry = step_geometry(self.config, max(backtracking, nextn + 1))
         self.caches: list[LayerCache] = []
 
     def allocate(self, num_blocks: int, num_sequences: int, num_pages: int = 0) -> None:
@@ -105,6 +112,20 @@ class Worker:
         """fp32 logits ``[n, V]`` of hidden states ``[n, D]``."""
         return self.network.head(hidden)
 
+    @torch.inference_mode()
+    def draft_hidden(self, plans: Sequence[DraftPlan]) -> Tensor:
+        """Run the draft blocks: states before the post norm ``[s * nextn, D]``."""
+        draft = self.config.draft
+        assert draft is not None
+        step = pack_drafts(plans, self.nextn, draft.noise_token_id, self.geometry)
+        return self.network.draft_hidden(step, self.caches)
+
+    @property
+    def draft_heads(self) -> DraftHeads:
+        """Heads of the draft blocks, which must be loaded."""
+        assert self.network.drafts is not None
+        return self.network.drafts.heads
+
     def restore_window(self, slot: int, length: int, pages: Sequence[int]) -> None:
         """Fill a sequence's window rings from the pages of the blocks before ``length``.
 
@@ -127,12 +148,12 @@ def engram_hasher(checkpoint: Checkpoint) -> EngramHasher | None:
     )
 
 
-def step_geometry(config: ModelConfig) -> StepGeometry:
-    """Window, ring sizes and ratios of a model."""
+def step_geometry(config: ModelConfig, backtracking: int = 1) -> StepGeometry:
+    """Window, ring sizes and ratios of a model whose steps may be undone so many tokens."""
     return StepGeometry(
         window=config.sliding_window,
-        window_ring=window_ring_length(config.sliding_window, BACKTRACKING_TOKENS),
-        pair_ring=pair_ring_length(2, BACKTRACKING_TOKENS),
+        window_ring=window_ring_length(config.sliding_window, backtracking),
+        pair_ring=pair_ring_length(2, backtracking),
         ratios=tuple(sorted({spec.ratio for spec in config.layers if spec.owns_kv})),
     )
 
@@ -142,6 +163,7 @@ def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS)
 
 
-def expanded_bytes(config: ModelConfig) -> int:
+def expanded_bytes(config: ModelConfig, *, drafts: bool) -> int:
     """Memory that the network takes with its quantized weights expanded."""
-    return total(text_only(measure_parts(inventory(config)))).expanded
+    parts = measure_parts(inventory(config))
+    return total(text_parts(parts, drafts=drafts)).expanded

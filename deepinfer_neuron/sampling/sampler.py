@@ -12,7 +12,9 @@ from torch import Tensor
 from deepinfer_neuron.errors import ConfigError
 from deepinfer_neuron.ops.arithmetic import Arithmetic
 from deepinfer_neuron.ops.philox import draw_words, seed_bits
+from deepinfer_neuron.ops.rejection import verify_drafts
 from deepinfer_neuron.ops.sample import (
+    Distribution,
     Transform,
     argmax,
     distribution,
@@ -20,8 +22,10 @@ from deepinfer_neuron.ops.sample import (
     fixed_point_weights,
     leading,
     log_softmax,
+    random_sampling,
     sum_smaller_probs,
 )
+from deepinfer_neuron.sampling.drafts import SEED_OFFSET, Draft
 from deepinfer_neuron.sampling.logprobs import Score, TokenResult, score
 from deepinfer_neuron.sampling.masks import edit_logits
 from deepinfer_neuron.sampling.params import GREEDY_BELOW, SamplingParams
@@ -29,6 +33,7 @@ from deepinfer_neuron.sampling.state import SamplingState
 
 __all__ = ["Sampler", "TokenResult"]
 
+_SEEDS = 1 << 64
 _CHUNK_ELEMENTS = 1 << 16
 """Logits that are transformed together; a chunk of this size stays in the processor's cache."""
 
@@ -81,7 +86,11 @@ class Sampler:
         self._force_topk = force_topk
 
     def sample(
-        self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]
+        self,
+        logits: Tensor,
+        states: Sequence[SamplingState],
+        positions: Sequence[int],
+        drafts: Sequence[Draft | None] = (),
     ) -> list[TokenResult]:
         """Choose the next token of every row and tell its state.
 
@@ -92,6 +101,10 @@ class Sampler:
             logits: fp32 ``[R, V]`` on the host. Overwritten.
             states: of the ``R`` sequences.
             positions: number of known tokens of each sequence, which is the index of the new one.
+            drafts: proposals for the new tokens, ``None`` for a row without one; empty for no
+                drafts at all. A row that draws uses its proposal without changing the
+                distribution of its token; a greedy or forced row needs none. A draft is accepted
+                where the result is its token.
 
         Returns:
             ``R`` results in the order of the rows.
@@ -102,20 +115,51 @@ class Sampler:
             raw_rows = [row for row, state in enumerate(states) if _wants(state, "raw")]
             raw = logits[raw_rows] if raw_rows else None
             edit_logits(logits, states, self._blacklist)
-            step = self._start(logits, states)
-            if step.draws:
-                words = draw_words(
-                    seed_bits([states[row].seed for row in step.draws]),
-                    torch.tensor([positions[row] for row in step.draws]),
-                )
-                for rows in _chunks(step.draws, self._chunk):
-                    self._transform(step, rows, words[: len(rows)])
-                    words = words[len(rows) :]
+            step = self._start(logits, states, positions, drafts)
+            for rows in _chunks(step.draws, self._chunk):
+                self._transform(step, rows, draw=True)
             for rows in _chunks(step.scored, self._chunk):
-                self._transform(step, rows, None)
+                self._transform(step, rows, draw=False)
             if raw is not None:
                 self._score_raw(step, raw_rows, raw)
             return [self._finish(step, row) for row in range(len(states))]
+
+    def propose(
+        self, logits: Tensor, states: Sequence[SamplingState], positions: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Draw one draft per row.
+
+        The temperature and the filters of the request act, but no mask, bias or penalty; a greedy
+        row takes the largest logit.
+
+        Args:
+            logits: fp32 ``[R, V]`` on the host. Not changed.
+            states: of the ``R`` sequences. Not changed.
+            positions: index of the drafted token in each sequence.
+
+        Returns:
+            int64 ``[R]`` tokens, and per row the fp32 ``[V]`` log-probabilities that a drawn token
+            came from.
+        """
+        with torch.inference_mode():
+            logits, _ = _usable(logits)
+            tokens = argmax(logits)
+            laws: list[Tensor | None] = [None] * len(states)
+            draws = [row for row, state in enumerate(states) if not state.params.is_greedy]
+            for rows in _chunks(draws, self._chunk):
+                table, ids = self._restrict(logits[rows])
+                of = distribution(table, _transform_of([states[r] for r in rows]), self._order)
+                seeds = seed_bits([(states[r].seed + SEED_OFFSET) % _SEEDS for r in rows])
+                places = torch.tensor([positions[row] for row in rows])
+                chosen = random_sampling(of.probabilities, seeds, places).clamp_min(0)
+                law = of.logprobs
+                if ids is not None:
+                    chosen = ids.gather(-1, chosen[:, None])[:, 0]
+                    law = torch.full_like(logits[rows], -math.inf).scatter(-1, ids, law)
+                tokens[rows] = chosen
+                for row, line in zip(rows, law, strict=True):
+                    laws[row] = line
+            return tokens, laws
 
     def score_prompt(
         self, logits: Tensor, targets: Sequence[int], params: SamplingParams
@@ -159,13 +203,19 @@ class Sampler:
         ids = leading(logits, self._force_topk)
         return logits.gather(-1, ids), ids
 
-    def _start(self, logits: Tensor, states: Sequence[SamplingState]) -> _Step:
+    def _start(
+        self,
+        logits: Tensor,
+        states: Sequence[SamplingState],
+        positions: Sequence[int],
+        drafts: Sequence[Draft | None],
+    ) -> _Step:
         """Greedy and forced tokens, and the rows that need more than those."""
         logits, failures = _usable(logits)
         table, ids = self._restrict(logits)
         # Restricted rows are in rank order, so their largest logit comes first.
         best = argmax(logits).tolist() if ids is None else [0] * len(states)
-        step = _Step(states, table, ids, best)
+        step = _Step(states, positions, drafts or [None] * len(states), table, ids, best)
         for row, state in enumerate(states):
             state.failure = state.failure or failures[row]
             if state.failure is not None:
@@ -179,22 +229,14 @@ class Sampler:
                 step.scored.append(row)
         return step
 
-    def _transform(self, step: _Step, rows: list[int], words: Tensor | None) -> None:
-        """Compute the distribution of some rows; draw from it if there are random words."""
+    def _transform(self, step: _Step, rows: list[int], *, draw: bool) -> None:
+        """Compute the distribution of some rows, and their tokens if they are drawn."""
         states = [step.states[row] for row in rows]
         logits = step.table[rows[0] : rows[0] + 1] if len(rows) == 1 else step.table[rows]
-        transform = Transform(
-            [state.temperature for state in states],
-            [state.params.min_p for state in states],
-            [state.params.top_p for state in states],
-            [state.params.top_k for state in states],
-        )
-        needed = words is not None or self._sums
-        of = distribution(logits, transform, self._order, probabilities=needed)
-        if words is not None:
-            drawn = fixed_point_draw(fixed_point_weights(of.probabilities), words)
-            for row, column in zip(rows, drawn.tolist(), strict=True):
-                step.columns[row] = column
+        needed = draw or self._sums
+        of = distribution(logits, _transform_of(states), self._order, probabilities=needed)
+        if draw:
+            self._draw(step, rows, of)
         columns = [step.columns[row] for row in rows]
         if self._sums:
             sums = sum_smaller_probs(of, torch.tensor(columns), self._order)
@@ -204,6 +246,41 @@ class Sampler:
             counts = [state.params.logprobs or 0 for state in states]
             scores = score(logits, of.logprobs, columns, counts, ids)
             step.scores.update(zip(rows, scores, strict=True))
+
+    def _draw(self, step: _Step, rows: list[int], of: Distribution) -> None:
+        """Draw the tokens of some rows, those with a draft by verifying it."""
+        seeds = seed_bits([step.states[row].seed for row in rows])
+        positions = torch.tensor([step.positions[row] for row in rows])
+        drafted = [place for place, row in enumerate(rows) if step.drafts[row] is not None]
+        fresh = [place for place, row in enumerate(rows) if step.drafts[row] is None]
+        drawn = torch.empty(len(rows), dtype=torch.int64)
+        if fresh:
+            words = draw_words(seeds[fresh], positions[fresh])
+            weights = fixed_point_weights(_rows(of.probabilities, fresh))
+            drawn[fresh] = fixed_point_draw(weights, words)
+        if drafted:
+            kept = Distribution(_rows(of.logprobs, drafted), _rows(of.probabilities, drafted))
+            columns, laws = self._draft_laws(step, [rows[place] for place in drafted])
+            drawn[drafted] = verify_drafts(
+                kept, laws, columns, seeds[drafted], positions[drafted], self._order
+            )
+        for row, column in zip(rows, drawn.tolist(), strict=True):
+            step.columns[row] = column
+
+    def _draft_laws(self, step: _Step, rows: list[int]) -> tuple[Tensor, Tensor]:
+        """Columns int64 ``[n]`` of the drafts, -1 where the row lacks one, and the log-probability
+        of every column under the draft, fp32 ``[n, columns]``."""
+        columns, laws = [], []
+        for row in rows:
+            draft = step.drafts[row]
+            assert draft is not None
+            law = draft.logprobs
+            if law is None:
+                law = torch.full((self._vocab_size,), -math.inf)
+                law[draft.token_id] = 0.0
+            columns.append(_column(step.ids, row, draft.token_id))
+            laws.append(law if step.ids is None else law[step.ids[row]])
+        return torch.tensor(columns), torch.stack(laws)
 
     def _score_raw(self, step: _Step, rows: list[int], raw: Tensor) -> None:
         """Log-probabilities of the model's own logits, fp32 ``[n, V]``, for the given rows."""
@@ -262,6 +339,8 @@ class _Step:
     """
 
     states: Sequence[SamplingState]
+    positions: Sequence[int]
+    drafts: Sequence[Draft | None]
     table: Tensor
     ids: Tensor | None
     columns: list[int]
@@ -279,6 +358,21 @@ class _Step:
             return forced
         column = self.columns[row]
         return column if self.ids is None else int(self.ids[row, column])
+
+
+def _transform_of(states: Sequence[SamplingState]) -> Transform:
+    """What the requests of some rows ask for."""
+    return Transform(
+        [state.temperature for state in states],
+        [state.params.min_p for state in states],
+        [state.params.top_p for state in states],
+        [state.params.top_k for state in states],
+    )
+
+
+def _rows(table: Tensor, rows: list[int]) -> Tensor:
+    """Some rows of ``[n, V]``, without a copy if it is all of them."""
+    return table if len(rows) == table.shape[0] else table[rows]
 
 
 def _column(ids: Tensor | None, row: int, token: int) -> int:

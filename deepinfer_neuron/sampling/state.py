@@ -22,6 +22,9 @@ class Matcher(Protocol):
     def accept(self, token: int) -> bool:
         """Advance by a token; ``False`` if the grammar refuses it."""
 
+    def rollback(self, count: int) -> None:
+        """Take back the last ``count`` accepted tokens."""
+
     def fill_bitmask(self, bitmask: Tensor) -> None:
         """Write the allowed next tokens into int32 ``[ceil(V / 32)]``.
 
@@ -101,6 +104,14 @@ class SamplingState:
         if self.num_output_tokens == 0 and params.first_n_token_no_eos == 1:
             return (self.eos_token_id,)
         return ()
+
+    def ends_with(self, token: int) -> bool:
+        """Whether the sequence ends with a token that was just accepted."""
+        params = self.params
+        if self.num_output_tokens < params.min_tokens:
+            return False
+        ended = token == self.eos_token_id and not params.ignore_eos
+        return ended or token in params.stop_token_ids
 
     def accept(self, token: int) -> None:
         """Take note of an emitted token; sets ``failure`` if the grammar refuses it."""

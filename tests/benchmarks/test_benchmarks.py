@@ -25,7 +25,7 @@ from benchmarks.workload import Sizes, Workload, decode, prefill, run_tokens
 from deepinfer_neuron.checkpoint.config import ModelConfig
 from deepinfer_neuron.checkpoint.names import inventory
 from deepinfer_neuron.checkpoint.reader import Checkpoint
-from deepinfer_neuron.model.footprint import measure_parts, text_only
+from deepinfer_neuron.model.footprint import measure_parts, text_parts
 from deepinfer_neuron.ops.arithmetic import free_arithmetic
 from deepinfer_neuron.runner.worker import Worker
 
@@ -110,7 +110,7 @@ def test_dense_weights_and_all_experts_are_the_whole_text_network(
 ) -> None:
     """What is left over: the embedding, whose rows are read singly, and four unused vectors."""
     traffic = Traffic(config, expanded=expanded)
-    parts = text_only(measure_parts(inventory(config)))
+    parts = text_parts(measure_parts(inventory(config)), drafts=False)
     held = sum(part.expanded if expanded else part.packed for part in parts)
     layers = len(config.layers)
     vectors = 3 * 2 * config.hidden_size + 4 * layers * config.n_routed_experts

@@ -14,6 +14,7 @@ from deepinfer_neuron.cache.blocks import BlockManager
 from deepinfer_neuron.cache.pools import BLOCK_TOKENS
 from deepinfer_neuron.engine.request import Request, State
 from deepinfer_neuron.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
+from deepinfer_neuron.runner.plan import CONTINUE, StepPlan
 from deepinfer_neuron.sampling.params import SamplingParams
 
 
@@ -31,19 +32,31 @@ def request(name: str, prompt: list[int], max_tokens: int, arrival: float = 0.0)
 
 
 @dataclass
+class Applied:
+    """What a simulated step did for a request."""
+
+    tokens: list[int]
+    cached: int
+    drafts: int
+
+
+@dataclass
 class Simulation:
     """Runs plans without a network: token ``i`` of a request is ``1000 + i``.
 
-    ``contents`` remembers which token each cache place holds, so a row that would read something
-    else than its own sequence is caught.
+    A draft is right with probability ``quality``. ``contents`` remembers which token each cache
+    place holds, so a row that would read something else than its own sequence is caught.
     """
 
     scheduler: Scheduler
     depth: int
     """Steps in flight before results are applied."""
-    inflight: list[Scheduled] = field(default_factory=list)
+    quality: float = 0.5
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+    inflight: list[tuple[Scheduled, list[Applied]]] = field(default_factory=list)
     contents: dict[tuple[int, int], int] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    drafts: dict[str, list[int]] = field(default_factory=dict)
 
     def known(self, item: Request) -> list[int]:
         """Tokens the executor would know, those of steps in flight included."""
@@ -57,43 +70,69 @@ class Simulation:
         scheduled = self.scheduler.schedule()
         busy = scheduled is not None or bool(self.inflight)
         if scheduled is not None:
-            self.run(scheduled)
-            self.inflight.append(scheduled)
+            self.inflight.append((scheduled, self.run(scheduled)))
         while len(self.inflight) > (self.depth if scheduled is not None else 0):
-            self.apply(self.inflight.pop(0))
+            self.apply(*self.inflight.pop(0))
         return busy
 
-    def run(self, scheduled: Scheduled) -> None:
+    def once(self) -> Scheduled:
+        """Plan a step, run it and apply it."""
+        scheduled = self.scheduler.schedule()
+        assert scheduled is not None
+        self.apply(scheduled, self.run(scheduled))
+        return scheduled
+
+    def run(self, scheduled: Scheduled) -> list[Applied]:
         plan = scheduled.plan
         assert plan.num_rows <= self.scheduler.config.max_num_batched_tokens
         assert len(set(plan.slots.tolist())) == len(plan.slots)
         assert 0 not in plan.slots
-        for i, item in enumerate(scheduled.requests):
-            begin, end = int(plan.begin[i]), int(plan.end[i])
-            known, table = self.known(item), plan.tables[i]
-            for position in range(begin, end):
-                block = int(table[position // BLOCK_TOKENS])
-                assert block > 0
-                self.contents[block, position % BLOCK_TOKENS] = known[position]
-            for position in range(end):
-                place = int(table[position // BLOCK_TOKENS]), position % BLOCK_TOKENS
-                assert self.contents[place] == known[position], "read a stranger's key"
-            if plan.samples[i]:
-                assert end == len(known)
-                known.append(1000 + end)
+        return [self._run_one(item, plan, i) for i, item in enumerate(scheduled.requests)]
 
-    def apply(self, scheduled: Scheduled) -> None:
+    def _run_one(self, item: Request, plan: StepPlan, entry: int) -> Applied:
+        known, table, rows = self.known(item), plan.tables[entry], int(plan.rows[entry])
+        begin, drafts = int(plan.begin[entry]), self.drafts.get(item.request_id, [])
+        if begin == CONTINUE:
+            if len(known) == item.max_length:
+                return Applied([], 0, 0)
+            begin = len(known) - 1
+        verified = drafts[: begin + rows - len(known)] if plan.samples[entry] else []
+        end = len(known) + len(verified) if plan.samples[entry] else begin + rows
+        fed = known + verified
+        for position in range(begin, end):
+            block = int(table[position // BLOCK_TOKENS])
+            assert block > 0
+            self.contents[block, position % BLOCK_TOKENS] = fed[position]
+        for position in range(end):
+            place = int(table[position // BLOCK_TOKENS]), position % BLOCK_TOKENS
+            assert self.contents[place] == fed[position], "read a stranger's key"
+        if not plan.samples[entry]:
+            return Applied([], end, 0)
+        new = [1000 + len(known)]
+        for draft in verified:
+            if draft != new[-1]:
+                break
+            new.append(new[-1] + 1)
+        known += new
+        count = max(0, min(self.scheduler.config.nextn, item.max_length - len(known) - 1))
+        self.drafts[item.request_id] = [
+            1000 + len(known) + i if self.rng.random() < self.quality else -1 for i in range(count)
+        ]
+        return Applied(new, len(known) - 1, count)
+
+    def apply(self, scheduled: Scheduled, results: list[Applied]) -> None:
         plan = scheduled.plan
-        for i, item in enumerate(scheduled.requests):
-            item.inflight -= int(plan.samples[i])
+        for i, (item, result) in enumerate(zip(scheduled.requests, results, strict=True)):
+            if plan.samples[i]:
+                item.inflight.popleft()
             if item.state is State.FINISHED:
                 continue
-            if item.slot:
-                self.scheduler.commit(item, int(plan.end[i]))
-            if plan.samples[i]:
-                item.token_ids.append(1000 + int(plan.end[i]))
-                if item.known == item.max_length:
-                    self.scheduler.finish(item)
+            item.token_ids += result.tokens
+            item.drafts = result.drafts
+            if item.slot and result.cached:
+                self.scheduler.commit(item, result.cached)
+            if item.known == item.max_length:
+                self.scheduler.finish(item)
 
 
 def make(
@@ -102,8 +141,9 @@ def make(
     budget: int = 64,
     pages: int | None = None,
     interval: int = 1,
+    nextn: int = 0,
 ) -> Scheduler:
-    config = SchedulerConfig(seqs, budget, 16, interval)
+    config = SchedulerConfig(seqs, budget, 16, interval, nextn)
     manager = BlockManager(num_blocks, num_blocks if pages is None else pages, 1)
     return Scheduler(config, manager)
 
@@ -122,7 +162,7 @@ class TestOrder:
         scheduler.add(request("a", [1] * 10, 3))
         scheduled = scheduler.schedule()
         assert scheduled is not None
-        assert scheduled.plan.end.tolist() == [10]
+        assert scheduled.plan.rows.tolist() == [10]
 
     def test_running_requests_get_their_row_before_prompts_get_the_rest(self) -> None:
         scheduler = make(budget=8)
@@ -131,12 +171,9 @@ class TestOrder:
         simulation.step()
         scheduler.add(request("long", [2] * 100, 5))
         for _ in range(14):
-            scheduled = scheduler.schedule()
-            assert scheduled is not None
+            scheduled = simulation.once()
             assert scheduled.requests[0].request_id == "a"
             assert scheduled.plan.num_rows == 8
-            simulation.run(scheduled)
-            simulation.apply(scheduled)
 
     def test_the_attempt_interval_spaces_prompt_rows(self) -> None:
         scheduler = make(budget=8, interval=3)
@@ -146,11 +183,7 @@ class TestOrder:
         scheduler.add(request("long", [2] * 100, 5))
         sizes = []
         for _ in range(9):
-            scheduled = scheduler.schedule()
-            assert scheduled is not None
-            sizes.append(scheduled.plan.num_rows)
-            simulation.run(scheduled)
-            simulation.apply(scheduled)
+            sizes.append(simulation.once().plan.num_rows)
         assert sizes == [1, 1, 8] * 3
 
     def test_first_come_first_served(self) -> None:
@@ -159,10 +192,8 @@ class TestOrder:
             scheduler.add(request(name, [1] * 4, 2))
         simulation = Simulation(scheduler, depth=0)
         order = []
-        while (scheduled := scheduler.schedule()) is not None:
-            order += [item.request_id for item in scheduled.requests]
-            simulation.run(scheduled)
-            simulation.apply(scheduled)
+        while scheduler.num_unfinished:
+            order += [item.request_id for item in simulation.once().requests]
         assert order == ["a", "a", "b", "b", "c", "c"]
 
 
@@ -188,6 +219,54 @@ class TestPreemption:
         drain(Simulation(scheduler, depth))
         assert scheduler.blocks.usage().used == 0
         assert scheduler.num_unfinished == 0
+
+
+class TestDrafts:
+    @pytest.mark.parametrize("depth", [0, 1])
+    def test_good_drafts_take_fewer_steps(self, depth: int) -> None:
+        steps = []
+        for quality in (0.0, 1.0):
+            scheduler = make(nextn=5)
+            scheduler.add(request("a", [1] * 10, 60))
+            steps.append(drain(Simulation(scheduler, depth, quality)))
+        assert steps[1] < 15 < 60 <= steps[0]
+
+    def test_rows_share_the_budget_when_it_is_too_small_for_all_drafts(self) -> None:
+        scheduler = make(seqs=4, budget=10, nextn=5)
+        for name in "abcd":
+            scheduler.add(request(name, [1] * 2, 40))
+        simulation = Simulation(scheduler, depth=0)
+        for _ in range(3):
+            scheduled = simulation.once()
+        assert scheduled.plan.rows.tolist() == [2, 2, 2, 2]
+
+    @pytest.mark.parametrize("depth", [0, 1])
+    @pytest.mark.parametrize("limit", [1, 2, 3, 7])
+    def test_the_last_block_of_the_pool_holds_the_last_token(self, depth: int, limit: int) -> None:
+        """One sequence, exactly as long as the pool: no draft asks for another block."""
+        scheduler = make(num_blocks=3, budget=300, nextn=7)
+        item = request("a", [1] * (2 * BLOCK_TOKENS - limit), limit)
+        scheduler.add(item)
+        drain(Simulation(scheduler, depth, quality=1.0))
+        assert len(item.token_ids) == limit
+        assert item.preemptions == 0
+
+    def test_a_preempted_request_goes_on_with_its_drafts(self) -> None:
+        scheduler = make(num_blocks=4, budget=400, nextn=5)
+        scheduler.add(request("old", [1] * 120, 150, arrival=0.0))
+        young = request("young", [2] * 120, 100, arrival=1.0)
+        scheduler.add(young)
+        simulation = Simulation(scheduler, depth=0, quality=1.0)
+        while not young.preemptions:
+            simulation.step()
+        known, waiting = young.known, young.drafts
+        assert waiting > 0
+        while young.state is State.WAITING:
+            scheduled = simulation.once()
+        entry = scheduled.requests.index(young)
+        assert scheduled.plan.begin[entry] + scheduled.plan.rows[entry] == known + waiting
+        drain(simulation)
+        assert len(young.token_ids) == 100
 
 
 class TestPrefixes:
@@ -239,15 +318,24 @@ class TestPrefixes:
     budget=st.integers(4, 200),
     depth=st.integers(0, 1),
     interval=st.integers(1, 4),
+    nextn=st.integers(0, 7),
+    quality=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
 )
 def test_any_load_is_served_completely(
-    seed: int, num_blocks: int, pages: int, budget: int, depth: int, interval: int
+    seed: int,
+    num_blocks: int,
+    pages: int,
+    budget: int,
+    depth: int,
+    interval: int,
+    nextn: int,
+    quality: float,
 ) -> None:
-    """Random arrivals, shared prefixes and aborts: right keys, all tokens, no leak."""
+    """Random arrivals, drafts, shared prefixes and aborts: right keys, all tokens, no leak."""
     rng = random.Random(seed)
-    scheduler = make(num_blocks, 4, max(budget, 4), min(pages, num_blocks), interval)
+    scheduler = make(num_blocks, 4, max(budget, 4), min(pages, num_blocks), interval, nextn)
     most = (num_blocks - 1) * BLOCK_TOKENS
-    simulation = Simulation(scheduler, depth)
+    simulation = Simulation(scheduler, depth, quality, rng)
     everyone: list[Request] = []
     aborted: set[str] = set()
     for number in range(14):
