@@ -97,6 +97,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how quantized weights are held in memory (default %(default)s)",
     )
     parser.add_argument(
+        "--nextn",
+        type=int,
+        metavar="N",
+        help="drafts per step, 0 for none (default: block length of the checkpoint)",
+    )
+    parser.add_argument(
         "--max-model-len",
         type=int,
         metavar="N",
@@ -116,7 +122,13 @@ def _run(args: argparse.Namespace) -> int:
         temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed
     )
     use_tqdm = sys.stderr.isatty() and not args.json
-    llm = LLM(args.model, max_model_len=args.max_model_len, weights=args.weights, progress=use_tqdm)
+    llm = LLM(
+        args.model,
+        max_model_len=args.max_model_len,
+        nextn=args.nextn,
+        weights=args.weights,
+        progress=use_tqdm,
+    )
     for output in llm.generate(prompts, params, use_tqdm=use_tqdm):
         if args.json:
             print_json(_record(output))
@@ -137,6 +149,7 @@ def _record(output: RequestOutput) -> dict[str, object]:
         "ttft_ms": speed.ttft_ms,
         "tpot_ms": speed.tpot_ms,
         "tokens_per_second": speed.tokens_per_second,
+        "tokens_per_decode_step": output.metrics.decode.tokens_per_step,
     }
 
 
@@ -150,6 +163,7 @@ def _show(output: RequestOutput) -> None:
         "finish": f"{completion.finish_reason}, {len(completion.token_ids)} tokens",
         "speed": f"TTFT {_number(speed.ttft_ms)} ms, TPOT {_number(speed.tpot_ms)} ms, "
         f"{_number(speed.tokens_per_second)} tokens/s",
+        "drafts": f"{output.metrics.decode.tokens_per_step:.2f} tokens per decode step",
     }
     out = console()
     for label, value in lines.items():

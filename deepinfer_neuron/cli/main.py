@@ -13,10 +13,10 @@ import traceback
 from collections.abc import Sequence
 
 from deepinfer_neuron import __version__
-from deepinfer_neuron.cli import doctor, generate, inspect, tiny
+from deepinfer_neuron.cli import bench, doctor, generate, inspect, tiny
 from deepinfer_neuron.errors import DeepInferNeuronError
 
-COMMANDS = (generate.COMMAND, tiny.COMMAND, inspect.COMMAND, doctor.COMMAND)
+COMMANDS = (generate.COMMAND, bench.COMMAND, tiny.COMMAND, inspect.COMMAND, doctor.COMMAND)
 
 EXIT_UNEXPECTED = 1
 EXIT_ERROR = 2

@@ -27,6 +27,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="full-strength random layers, which amplify every rounding difference",
     )
+    parser.add_argument(
+        "--golden",
+        action="store_true",
+        help="also compute golden tokens with the reference computation",
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -39,6 +44,12 @@ def _run(args: argparse.Namespace) -> int:
         wild=args.wild,
         progress=sys.stderr.isatty(),
     )
+    if args.golden:
+        from deepinfer_neuron.checkpoint.reader import Checkpoint
+        from deepinfer_neuron.reference import golden
+
+        with Checkpoint.open(directory) as checkpoint:
+            golden.save(directory, golden.compute(checkpoint))
     size = sum(path.stat().st_size for path in directory.iterdir())
     console().print(f"{directory}: {args.preset} checkpoint, {format_bytes(size)}", soft_wrap=True)
     return 0

@@ -135,7 +135,7 @@ class EngineCore:
         max_model_len: int,
         asynchronous: bool,
     ) -> None:
-        self._executor = executor
+        self.executor = executor
         self.scheduler = scheduler
         self._tokenizer = tokenizer
         self._grammars = grammars
@@ -217,7 +217,7 @@ class EngineCore:
         scheduled = self.scheduler.schedule()
         self._schedule_seconds += time.monotonic() - started
         if scheduled is not None:
-            future = self._thread.submit(self._executor.run, scheduled.plan)
+            future = self._thread.submit(self.executor.run, scheduled.plan)
             self._inflight.append(_Inflight(scheduled, future))
         elif not self._inflight and self._compiling:
             time.sleep(_GRAMMAR_POLL_SECONDS)
@@ -261,7 +261,7 @@ class EngineCore:
         )
 
     def _data(self, new: NewRequest, max_length: int) -> SequenceData:
-        compressed = self._executor.worker.compress(new.prompt_token_ids)
+        compressed = self.executor.worker.compress(new.prompt_token_ids)
         state = self._state(new.prompt_token_ids, new.params, new.seed, None)
         return SequenceData(new.prompt_token_ids, compressed, new.params, state, max_length)
 
@@ -272,7 +272,7 @@ class EngineCore:
         seed: int,
         matcher: GrammarMatcher | None,
     ) -> SamplingState:
-        vocabulary = self._executor.worker.config.vocab_size
+        vocabulary = self.executor.worker.config.vocab_size
         return SamplingState(params, seed, prompt, self._eos, vocabulary, matcher)
 
     def _poll_grammars(self) -> list[Tracked]:

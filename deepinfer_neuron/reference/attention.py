@@ -108,16 +108,11 @@ class Attention:
         Returns:
             ``[n, D]``, bf16 values.
         """
-        c, w, bf16, q8 = self.config, self.weights, self.rounding.bf16, self.rounding.activation
         position = torch.arange(x.shape[0])
-        frequency = rope_frequencies(c, compressed=self.layer.ratio > 0)
-
-        a = q8(x)
-        query_latent = q8(self.norm(self.linear(a, w.fp8("wq_a")), w.plain("q_norm.weight")))
-        query = self.linear(query_latent, w.fp8("wq_b")).view(len(x), -1, c.head_dim)
-        query = bf16(rotate(query, position, frequency))
-        window = self.norm(self.linear(a, w.fp8("wkv")), w.plain("kv_norm.weight"))
-        window = q8(bf16(rotate(window, position, frequency)))
+        frequency = rope_frequencies(self.config, compressed=self.layer.ratio > 0)
+        a = self.rounding.activation(x)
+        query_latent, query = self.queries(a, position, frequency)
+        window = self.window_keys(a, position, frequency)
 
         if self.layer.owns_kv:
             self.compress(x, shared, frequency)
@@ -126,9 +121,27 @@ class Attention:
         if self.layer.owns_index:
             self.select(x, query_latent, position, shared, frequency)
 
-        out = bf16(self.attend(query, window, shared))
-        out = q8(bf16(rotate(out, position, frequency, inverse=True)))
-        return self.project(out)
+        return self.output(self.attend(query, window, shared), position, frequency)
+
+    def queries(self, a: Tensor, position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantized query latents and rotated queries: ``[n, D]`` to ``[n, Q]``, ``[n, H, Dh]``."""
+        w = self.weights
+        latent = self.norm(self.linear(a, w.fp8("wq_a")), w.plain("q_norm.weight"))
+        latent = self.rounding.activation(latent)
+        query = self.linear(latent, w.fp8("wq_b")).view(len(a), -1, self.config.head_dim)
+        return latent, self.rounding.bf16(rotate(query, position, frequency))
+
+    def window_keys(self, a: Tensor, position: Tensor, frequency: Tensor) -> Tensor:
+        """Dequantized window keys of quantized inputs: ``[n, D]`` to ``[n, Dh]``."""
+        w = self.weights
+        keys = self.norm(self.linear(a, w.fp8("wkv")), w.plain("kv_norm.weight"))
+        return self.rounding.activation(self.rounding.bf16(rotate(keys, position, frequency)))
+
+    def output(self, out: Tensor, position: Tensor, frequency: Tensor) -> Tensor:
+        """Rotate the attended values ``[n, H, Dh]`` back and project them: ``[n, D]``."""
+        out = self.rounding.bf16(out)
+        out = self.rounding.bf16(rotate(out, position, frequency, inverse=True))
+        return self.project(self.rounding.activation(out))
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Matrix product rounded to bf16: ``[n, K] x [N, K] -> [n, N]``."""
@@ -228,23 +241,27 @@ class Attention:
         A query sees the last ``W`` window keys including its own, then its selected compressed
         entries. The sink is one more logit per head, without a value and without the scale.
         """
-        c, ops, sink = self.config, self.ops, self.weights.plain("attn_sink")
         rows = []
         for p, q in enumerate(query):
-            near = window[max(0, p - c.sliding_window + 1) : p + 1]
+            near = window[max(0, p - self.config.sliding_window + 1) : p + 1]
             far = window[:0]
             if self.layer.ratio > 0:
                 assert shared.compressed is not None
                 assert shared.selected is not None
                 far = shared.compressed[shared.selected[p]]
-            near_logit = ops.matmul(q, near) * c.softmax_scale
-            far_logit = ops.matmul(q, far) * c.softmax_scale
-            top = torch.cat((near_logit, far_logit, sink[:, None]), 1).amax(1, keepdim=True)
-            near_part, far_part = ops.exp(near_logit - top), ops.exp(far_logit - top)
-            total = ops.sum(near_part) + ops.sum(far_part) + ops.exp(sink - top[:, 0])
-            value = ops.weighted_sum(near_part, near) + ops.weighted_sum(far_part, far)
-            rows.append(value / total[:, None])
+            rows.append(self.attend_row(q, near, far))
         return torch.stack(rows)
+
+    def attend_row(self, q: Tensor, near: Tensor, far: Tensor) -> Tensor:
+        """One query ``[H, Dh]`` over its keys ``[l, Dh]`` of two kinds: values ``[H, Dh]``."""
+        scale, ops, sink = self.config.softmax_scale, self.ops, self.weights.plain("attn_sink")
+        near_logit = ops.matmul(q, near) * scale
+        far_logit = ops.matmul(q, far) * scale
+        top = torch.cat((near_logit, far_logit, sink[:, None]), 1).amax(1, keepdim=True)
+        near_part, far_part = ops.exp(near_logit - top), ops.exp(far_logit - top)
+        total = ops.sum(near_part) + ops.sum(far_part) + ops.exp(sink - top[:, 0])
+        value = ops.weighted_sum(near_part, near) + ops.weighted_sum(far_part, far)
+        return value / total[:, None]
 
     def project(self, out: Tensor) -> Tensor:
         """Output projection: groups of heads through ``wo_a``, all groups through ``wo_b``."""

@@ -42,6 +42,8 @@ class LayerTrace:
 
     trunk_in: Tensor
     """``[n, M, D]`` before the Engram update."""
+    entered: Tensor
+    """``[n, M, D]`` at the attention site: behind the Engram update, where there is one."""
     pre_in: Tensor
     """``[n, M]`` carried mix."""
     shared: Shared
@@ -97,21 +99,19 @@ class Network:
         Raises:
             RequestError: no tokens, or an id outside the vocabulary.
         """
-        ids = self._checked(token_ids)
+        ids = self.checked(token_ids)
         weights = Weights(self.checkpoint)
-        embedding = self.checkpoint.tensor("embed.weight")[ids].to(torch.float32)
-        trunk = embedding[:, None, :].repeat(1, self.config.hc_mult, 1)
-        pre = torch.zeros(len(ids), self.config.hc_mult)
-        pre[:, 0] = 1.0
+        trunk, pre = self.embed(ids)
         engram_rows = self._engram_rows(ids)
         shared = Shared()
         for layer in self.config.layers:
             rows = engram_rows[layer.engram] if layer.engram is not None else None
             trunk, pre = self._layer(layer, trunk, pre, rows, shared, trace)
-        hidden = self._norm(self._collapse(trunk, pre), weights.plain("norm.weight"))
+        hidden = self.norm(self.collapse(trunk, pre), weights.plain("norm.weight"))
         return self.ops.matmul(hidden, weights.plain("head.weight"))
 
-    def _checked(self, token_ids: Sequence[int]) -> Tensor:
+    def checked(self, token_ids: Sequence[int]) -> Tensor:
+        """Token ids as int64 ``[n]``. Raises :class:`RequestError` as :meth:`logits` does."""
         ids = torch.tensor(list(token_ids), dtype=torch.int64)
         vocabulary = self.config.vocab_size
         if ids.numel() == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
@@ -120,6 +120,20 @@ class Network:
                 f"got {ids.tolist()[:8]}"
             )
         return ids
+
+    def embed(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What enters a stack of layers: the embedding in every stream, and the first mix.
+
+        Args:
+            ids: int64 ``[n]``.
+
+        Returns:
+            trunk ``[n, M, D]`` and a mix ``[n, M]`` that reads stream 0 only.
+        """
+        embedding = self.checkpoint.tensor("embed.weight")[ids].to(torch.float32)
+        pre = torch.zeros(len(ids), self.config.hc_mult)
+        pre[:, 0] = 1.0
+        return embedding[:, None, :].repeat(1, self.config.hc_mult, 1), pre
 
     # Layer: Engram update, attention site, feed-forward site.
 
@@ -138,15 +152,18 @@ class Network:
         start, start_pre, gate = trunk, pre, None
         if engram_rows is not None:
             trunk, gate = self.engram(weights, trunk, engram_rows)
-        trunk, pre = self._site(weights, "attn", trunk, pre, lambda x: attention(x, shared), trace)
+        entered = trunk
+        trunk, pre = self.site(weights, "attn", trunk, pre, lambda x: attention(x, shared), trace)
         middle, middle_pre = trunk, pre
-        trunk, pre = self._site(
-            weights, "ffn", trunk, pre, lambda x: self.moe(weights.below("ffn."), x, route), trace
+        slots, ffn = self.config.num_experts_per_tok, weights.below("ffn.")
+        trunk, pre = self.site(
+            weights, "ffn", trunk, pre, lambda y: self.moe(ffn, y, slots, route), trace
         )
         if trace is not None:
             trace.layers.append(
                 LayerTrace(
                     start,
+                    entered,
                     start_pre,
                     Shared(**vars(shared)),
                     middle,
@@ -159,7 +176,7 @@ class Network:
             )
         return trunk, pre
 
-    def _site(
+    def site(
         self,
         weights: Weights,
         name: str,
@@ -168,15 +185,28 @@ class Network:
         block: Callable[[Tensor], Tensor],
         trace: Trace | None,
     ) -> tuple[Tensor, Tensor]:
-        """Collapse with the previous site's mix, run the block, expand with this site's."""
-        x = self._collapse(trunk, pre)
+        """Collapse with the previous site's mix, run the block, expand with this site's.
+
+        Args:
+            weights: tensors below ``layers.L.`` or ``mtp.L.``.
+            name: ``attn`` or ``ffn``.
+            trunk: ``[n, M, D]`` bf16 values.
+            pre: ``[n, M]``, the previous site's.
+            block: normed hidden states ``[n, D]`` to the block's output ``[n, D]``.
+            trace: receives the coefficients when given.
+
+        Returns:
+            the trunk behind the site and this site's ``pre``.
+        """
+        x = self.collapse(trunk, pre)
         mix = self.mix(weights, name, trunk)
-        out = block(self._norm(x, weights.plain(f"{name}_norm.weight")))
+        out = block(self.norm(x, weights.plain(f"{name}_norm.weight")))
         if trace is not None:
             trace.mixes.append(mix)
         return self._expand(out, trunk, mix), mix.pre
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm in fp32 with one rounding, after the weight."""
         return rms_norm(x, weight, self.config.rms_norm_eps, self.rounding, self.ops)
 
     # Hyper-connections.
@@ -218,7 +248,7 @@ class Network:
             x = by_columns(by_rows(x))
         return x
 
-    def _collapse(self, trunk: Tensor, pre: Tensor) -> Tensor:
+    def collapse(self, trunk: Tensor, pre: Tensor) -> Tensor:
         """``sum_m pre[m] * trunk[m]`` with fused multiply-adds, stream 0 first, one rounding."""
         total = torch.zeros_like(trunk[:, 0])
         for stream in range(trunk.shape[1]):
@@ -237,15 +267,16 @@ class Network:
 
     # Mixture of experts.
 
-    def moe(self, weights: Weights, y: Tensor, route: list[Tensor]) -> Tensor:
+    def moe(self, weights: Weights, y: Tensor, slots: int, route: list[Tensor]) -> Tensor:
         """Shared expert plus the routed ones, added in slot order, one rounding at the end.
 
         Args:
             weights: tensors below ``ffn.``.
             y: ``[n, D]`` bf16 values.
+            slots: routed experts per token.
             route: receives the chosen experts ``[n, k]``.
         """
-        chosen, share = self.gate(weights, y)
+        chosen, share = self.gate(weights, y, slots)
         route.append(chosen)
         x = self.rounding.activation(y)
         shared_weights = weights.below("shared_experts.")
@@ -260,15 +291,14 @@ class Network:
             total = total + out[:, slot]
         return self.rounding.bf16(total)
 
-    def gate(self, weights: Weights, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts ``[n, k]`` in descending rank and their weights ``[n, k]``.
+    def gate(self, weights: Weights, y: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+        """The ``k = slots`` experts ``[n, k]`` in descending rank and their weights ``[n, k]``.
 
         The bias moves the selection only. The weights are the unbiased scores over their sum.
         """
-        k = self.config.num_experts_per_tok
         score = square_root(self.ops.softplus(self.ops.matmul(y, weights.plain("gate.weight"))))
         rank = score + weights.plain("gate.bias")
-        chosen = torch.argsort(rank, dim=1, descending=True, stable=True)[:, :k]
+        chosen = torch.argsort(rank, dim=1, descending=True, stable=True)[:, :slots]
         share = score.gather(1, chosen)
         total = _butterfly_sum(share) + 1e-20
         return chosen, share / total[:, None] * self.config.routed_scaling_factor
@@ -340,3 +370,20 @@ def forward(model_dir: str | Path, token_ids: Sequence[int]) -> Tensor:
     """
     with Checkpoint.open(model_dir) as checkpoint:
         return Network(checkpoint).logits(token_ids)
+
+
+def lowest_maximum(logits: Tensor) -> int:
+    """Index of the largest value of a vector, the lowest among equal ones."""
+    return int((logits == logits.amax()).nonzero()[0])
+
+
+def greedy_tokens(network: Network, prompt: Sequence[int], count: int) -> list[int]:
+    """The ``count`` tokens that follow a prompt when the likeliest one is always taken.
+
+    Every token costs a run over the whole sequence. Raises :class:`RequestError` like
+    :meth:`Network.logits`.
+    """
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(lowest_maximum(network.logits(ids)[-1]))
+    return ids[len(prompt) :]

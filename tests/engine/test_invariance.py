@@ -20,13 +20,18 @@ VOCABULARY = 512
 LONGEST = 300
 
 
-def crowded(directory: Path, rng: random.Random) -> LLM:
-    """An engine with random limits, small enough that requests get in each other's way."""
+def crowded(directory: Path, rng: random.Random, nextn: int = 0) -> LLM:
+    """An engine with random limits, small enough that requests get in each other's way.
+
+    Draws with drafts repeat only while every request has room for its whole block.
+    """
+    sequences = rng.choice([2, 5, 16])
     return LLM(
         directory,
         batch_invariant=True,
-        max_num_seqs=rng.choice([2, 5, 16]),
-        max_num_batched_tokens=rng.choice([16, 50, 200, 512]),
+        nextn=nextn,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=max(sequences * (nextn + 1), rng.choice([16, 50, 200, 512])),
         max_model_len=512,
         num_blocks=rng.choice([5, 7, 12, 60]),
         enable_prefix_caching=rng.random() < 0.7,

@@ -223,7 +223,7 @@ class TestTrouble:
     def test_a_broken_step_ends_its_requests_with_the_cause(
         self, llm: LLM, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        worker = llm.engine._executor.worker
+        worker = llm.engine.executor.worker
 
         def broken(_: object) -> object:
             raise MemoryError("no room for the step")

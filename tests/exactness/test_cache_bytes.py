@@ -61,7 +61,7 @@ def expected_records(
         frequency = rope_frequencies(network.config, compressed=spec.ratio > 0)
         bf16, name, shared = network.rounding.bf16, f"layer {spec.index}", layer.record.shared
 
-        collapsed = network._collapse(layer.entered, layer.record.pre_in)
+        collapsed = network.collapse(layer.entered, layer.record.pre_in)
         x = block.norm(collapsed, weights.plain("attn_norm.weight"))
         key = block.linear(network.rounding.activation(x), part.fp8("wkv"))
         key = block.norm(key, part.plain("kv_norm.weight"))

@@ -64,12 +64,15 @@ def result(tracked: Tracked) -> tuple[CompletionOutput, object]:
     return tracked.completion.output(), tracked.prompt_logprobs()
 
 
-def lone_runs(directory: Path, wishes: Sequence[Wish]) -> list[tuple[CompletionOutput, object]]:
+def lone_runs(
+    directory: Path, wishes: Sequence[Wish], nextn: int = 0
+) -> list[tuple[CompletionOutput, object]]:
     """Results of each wish alone: no batch, no chunks, no cache, synchronous, fixed order."""
     results: dict[Wish, tuple[CompletionOutput, object]] = {}
     with LLM(
         directory,
         batch_invariant=True,
+        nextn=nextn,
         max_num_seqs=1,
         max_num_batched_tokens=2048,
         max_model_len=1024,

@@ -1,0 +1,59 @@
+"""Greedy decoding with drafts, compared with golden tokens of the reference computation.
+
+Make a checkpoint with its golden tokens, then run it:
+
+    deepinfer-neuron tiny --out tiny --golden
+    python examples/neuron/run_deepinfer_tiny.py --model tiny --nextn 5
+
+Prints how many of the golden tokens came out for a short and for a long prompt, and exits with 1 if
+any did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from deepinfer_neuron import LLM, SamplingParams
+from deepinfer_neuron.errors import DeepInferNeuronError
+from deepinfer_neuron.reference import golden
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory")
+    parser.add_argument("--nextn", type=int, metavar="N", help="drafts per step, 0 for none")
+    parser.add_argument("--device", default="cpu", help="default %(default)s")
+    args = parser.parse_args()
+    try:
+        return run(args)
+    except DeepInferNeuronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    prompts = golden.load(Path(args.model))
+    wrong = 0
+    with LLM(args.model, device=args.device, nextn=args.nextn, max_model_len=1024) as llm:
+        for prompt in prompts:
+            params = SamplingParams(
+                temperature=0.0, max_tokens=len(prompt.token_ids), ignore_eos=True
+            )
+            output = llm.generate(
+                {"prompt_token_ids": prompt.prompt_token_ids}, params, use_tqdm=False
+            )[0]
+            tokens = output.outputs[0].token_ids
+            right = sum(a == b for a, b in zip(tokens, prompt.token_ids, strict=True))
+            wrong += len(tokens) - right
+            print(
+                f"{right}/{len(prompt.token_ids)} golden tokens "
+                f"({prompt.name} prompt, {len(prompt.prompt_token_ids)} tokens; "
+                f"{output.metrics.decode.tokens_per_step:.2f} tokens per decode step)"
+            )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

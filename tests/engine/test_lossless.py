@@ -1,0 +1,276 @@
+"""Drafts change when tokens come, never which: compared with runs without drafts.
+
+With the fixed-order arithmetic the comparison of greedy requests is bitwise, log-probabilities
+included. Random checkpoints seldom accept a draft, so the drafts come from recorded runs, spoiled
+with a known probability: every pattern of acceptance occurs, and a planted fault is seen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from deepinfer_neuron.engine.outputs import RequestOutput
+from deepinfer_neuron.llm import LLM
+from deepinfer_neuron.runner.sequence import SequenceData
+from deepinfer_neuron.sampling.drafts import Draft
+from deepinfer_neuron.sampling.params import SamplingParams
+from tests.engine.test_invariance import crowded, run_crowd
+from tests.support.draft_sources import Recorded
+from tests.support.engine_load import lone_runs, random_wishes, result
+
+CheckpointDir = Callable[..., Path]
+VOCABULARY = 512
+Tokens = tuple[int, ...]
+Results = list[tuple[list[int], object]]
+
+
+def random_prompts(rng: random.Random, count: int) -> list[Tokens]:
+    """Lengths around block borders among others; some share a prefix of a whole block."""
+    base = [rng.randrange(3, VOCABULARY) for _ in range(128)]
+    prompts = []
+    for _ in range(count):
+        length = rng.choice([1, 2, rng.randint(1, 40), 40, 126, 127, 128, 129, 140])
+        head = base if length > 128 and rng.random() < 0.5 else []
+        tail = [rng.randrange(3, VOCABULARY) for _ in range(length - len(head))]
+        prompts.append((*head, *tail))
+    return prompts
+
+
+def engine(directory: Path, nextn: int, **limits: int | bool) -> LLM:
+    settings: dict[str, int | bool] = {"max_model_len": 512, "max_num_seqs": 32, **limits}
+    return LLM(directory, nextn=nextn, batch_invariant=True, **settings)  # type: ignore[arg-type]
+
+
+def greedy(tokens: int, **wishes: object) -> SamplingParams:
+    settings = {"max_tokens": tokens, "logprobs": 1, "ignore_eos": True, **wishes}
+    return SamplingParams(temperature=0.0, **settings)  # type: ignore[arg-type]
+
+
+def run(llm: LLM, prompts: Sequence[Tokens], params: SamplingParams) -> Results:
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False
+    )
+    return [comparable(output) for output in outputs]
+
+
+def comparable(output: RequestOutput) -> tuple[list[int], object]:
+    completion = output.outputs[0]
+    return completion.token_ids, (completion.logprobs, completion.finish_reason, completion.text)
+
+
+def wrong_tokens(found: Results, expected: Results) -> int:
+    """Requests with another outcome, counted by their first wrong token."""
+    return sum(a != b for a, b in zip(found, expected, strict=True))
+
+
+def propose_from(llm: LLM, source: Recorded) -> Recorded:
+    drafter = llm.engine.executor.drafter
+    assert drafter is not None
+    drafter.source = source
+    return source
+
+
+def check_lossless(directory: Path, seed: int, count: int, tokens: int) -> None:
+    rng = random.Random(seed)
+    prompts, params = random_prompts(rng, count), greedy(tokens)
+    with engine(directory, 0) as llm:
+        expected = run(llm, prompts, params)
+    continuations = {p: r[0] for p, r in zip(prompts, expected, strict=True)}
+    for nextn, quality in ((rng.choice([1, 2, 3]), 0.7), (rng.choice([5, 6, 7]), 0.9)):
+        limits = {
+            "max_num_batched_tokens": rng.choice([150, 300, 512]),
+            "num_blocks": rng.choice([20, 80]),
+            "asynchronous": rng.random() < 0.7,
+            "enable_prefix_caching": rng.random() < 0.7,
+            "max_num_seqs": rng.choice([7, 16]),
+        }
+        with engine(directory, nextn, **limits) as llm:
+            propose_from(llm, Recorded(continuations, quality, VOCABULARY, rng))
+            assert run(llm, prompts, params) == expected
+            stats = llm.stats()
+            assert stats.decode.tokens_per_step > 1.3
+            assert min(stats.decode.acceptance[:1]) > 0.3
+            assert stats.blocks_used == 0
+
+
+@pytest.mark.parametrize("wild", [False, True])
+def test_greedy_with_spoiled_drafts(checkpoint_dir: CheckpointDir, wild: bool) -> None:
+    check_lossless(checkpoint_dir("nano", 1, wild=wild), 5 + wild, count=6, tokens=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_greedy_over_thirty_thousand_tokens(checkpoint_dir: CheckpointDir, seed: int) -> None:
+    """4 x 75 prompts x 100 tokens, each with two settings: a rate of 0.01 % is three faults."""
+    check_lossless(checkpoint_dir("nano", seed, wild=seed % 2 == 1), seed, count=75, tokens=100)
+
+
+@pytest.mark.parametrize("nextn", [1, 5, 7])
+def test_greedy_with_the_models_own_drafts(checkpoint_dir: CheckpointDir, nextn: int) -> None:
+    directory, rng = checkpoint_dir("nano", 2), random.Random(nextn)
+    prompts, params = random_prompts(rng, 4), greedy(16)
+    with engine(directory, 0) as llm:
+        expected = run(llm, prompts, params)
+    with engine(directory, nextn, max_num_batched_tokens=200) as llm:
+        assert run(llm, prompts, params) == expected
+        assert llm.stats().decode.verified[nextn - 1] > 0
+
+
+@pytest.mark.parametrize("varlen", ["0", "1"])
+def test_a_crowd_with_drafts_gets_the_results_of_lone_runs(
+    checkpoint_dir: CheckpointDir, varlen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All kinds of parameters, preemption, aborts. Draws repeat only with a fixed block length."""
+    monkeypatch.setenv("DEEPINFER_ENABLE_MTP_VARLEN", varlen)
+    directory, rng = checkpoint_dir("nano", 3), random.Random(11)
+    wishes = random_wishes(rng, 7, VOCABULARY, 150, most_tokens=16)
+    if varlen == "1":
+        wishes = [wish for wish in wishes if wish.params.temperature == 0.0]
+    expected = lone_runs(directory, wishes, nextn=0 if varlen == "1" else 4)
+    with crowded(directory, rng, nextn=4) as llm:
+        crowd = run_crowd(llm, wishes, rng)
+        for item, (completion, prompt) in zip(crowd, expected, strict=True):
+            got = result(item)
+            if got[0].finish_reason == "abort":
+                assert got[0].token_ids == completion.token_ids[: len(got[0].token_ids)]
+            else:
+                assert got == (completion, prompt)
+
+
+@pytest.fixture(scope="module")
+def recorded(checkpoint_dir: CheckpointDir) -> tuple[Path, Tokens, list[int]]:
+    """A checkpoint, a prompt, and its 40 greedy tokens without drafts."""
+    directory, prompt = checkpoint_dir("nano", 1), (5, 9, 14, 77)
+    with engine(directory, 0) as llm:
+        return directory, prompt, run(llm, [prompt], greedy(40))[0][0]
+
+
+class TestEnds:
+    """Where a block of drafts meets the end of a request."""
+
+    @contextmanager
+    def oracle(self, recorded: tuple[Path, Tokens, list[int]], **limits: int) -> Iterator[LLM]:
+        directory, prompt, tokens = recorded
+        with engine(directory, 7, **limits) as llm:
+            propose_from(llm, Recorded({prompt: tokens}, 1.0, VOCABULARY, cuts=0.0))
+            yield llm
+
+    @pytest.mark.parametrize("budget", [1, 2, 3, 7, 8, 9, 10, 17])
+    def test_max_tokens_is_exact(
+        self, recorded: tuple[Path, Tokens, list[int]], budget: int
+    ) -> None:
+        with self.oracle(recorded) as llm:
+            found = run(llm, [recorded[1]], greedy(budget))[0]
+            assert found[0] == recorded[2][:budget]
+            assert llm.stats().decode.verified[6] == (budget - 1) // 8
+
+    @pytest.mark.parametrize("place", [1, 2, 6, 7, 8, 9])
+    def test_a_stop_token_inside_a_block(
+        self, recorded: tuple[Path, Tokens, list[int]], place: int
+    ) -> None:
+        stop = recorded[2][place]
+        first = recorded[2].index(stop)
+        params = greedy(40, stop_token_ids=[stop])
+        with self.oracle(recorded) as llm:
+            assert run(llm, [recorded[1]], params)[0][0] == recorded[2][: first + 1]
+            assert llm.stats().finished == {"stop": 1}
+            assert llm.stats().blocks_used == 0
+
+    def test_min_tokens_holds_the_end_back_inside_a_block(
+        self, recorded: tuple[Path, Tokens, list[int]]
+    ) -> None:
+        params = greedy(12, stop_token_ids=[recorded[2][3]], min_tokens=8)
+        with engine(recorded[0], 0) as llm:
+            expected = run(llm, [recorded[1]], params)
+        with self.oracle(recorded) as llm:
+            assert run(llm, [recorded[1]], params) == expected
+
+    @pytest.mark.parametrize("room", [0, 1, 2, 7])
+    def test_the_longest_sequence(
+        self, recorded: tuple[Path, Tokens, list[int]], room: int
+    ) -> None:
+        """``max_model_len`` at, and just above, a multiple of the block; the smallest pool."""
+        length = 4 + 8 * 4 + room
+        with self.oracle(recorded, max_model_len=length, num_blocks=2, max_num_seqs=1) as llm:
+            tokens, (_, reason, _) = run(llm, [recorded[1]], greedy(500))[0]  # type: ignore[misc]
+        assert tokens == recorded[2][: length - 4]
+        assert reason == "length"
+
+    def test_forced_tokens_override_drafts(self, recorded: tuple[Path, Tokens, list[int]]) -> None:
+        forced = [*recorded[2][:3], 77, -1, -1, 9]
+        params = greedy(9, golden_token_ids=tuple(forced))
+        with engine(recorded[0], 0) as llm:
+            expected = run(llm, [recorded[1]], params)
+        with self.oracle(recorded) as llm:
+            assert run(llm, [recorded[1]], params) == expected
+            assert expected[0][0][3] == 77
+
+
+def test_one_and_sixty_five_requests(checkpoint_dir: CheckpointDir) -> None:
+    directory = checkpoint_dir("nano", 1)
+    prompts = [(3 + i, 100 + i) for i in range(65)]
+    with engine(directory, 0, max_num_seqs=65) as llm:
+        expected = run(llm, prompts, greedy(6))
+    with engine(directory, 3, max_num_seqs=65) as llm:
+        assert run(llm, prompts, greedy(6)) == expected
+        assert run(llm, prompts[:1], greedy(6)) == expected[:1]
+
+
+def test_a_prefix_hit_drafts_like_a_computed_prefix(checkpoint_dir: CheckpointDir) -> None:
+    """The draft blocks' keys come back with a cached prefix: the same drafts follow."""
+    directory, prompt = checkpoint_dir("nano", 1), [7 + i % 50 for i in range(300)]
+    proposed: list[list[tuple[int, float]]] = []
+
+    def watch(data: SequenceData, drafts: Sequence[Draft]) -> Sequence[Draft]:
+        proposed[-1] += [(draft.token_id, draft.confidence) for draft in drafts]
+        return drafts
+
+    with engine(directory, 5, max_num_batched_tokens=128, max_num_seqs=2) as llm:
+        drafter = llm.engine.executor.drafter
+        assert drafter is not None
+        drafter.source = watch
+        for _ in range(2):
+            proposed.append([])
+            run(llm, [tuple(prompt)], greedy(12))
+        assert llm.stats().prefix_hit_rate > 0.4
+    assert proposed[0]
+    assert proposed[0] == proposed[1]
+
+
+class Fault:
+    """Logits in which once in so many rows another token is the largest."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.count = 0
+
+    def spoil(self, logits: Tensor) -> Tensor:
+        for row in range(logits.shape[0]):
+            self.count += 1
+            if self.count % self.every == 0:
+                logits[row, int(logits[row].argmin())] = 1e4
+        return logits
+
+
+@pytest.mark.slow
+def test_the_comparison_sees_one_wrong_token_in_ten_thousand(
+    checkpoint_dir: CheckpointDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, rng = checkpoint_dir("nano", 1), random.Random(3)
+    prompts, params = random_prompts(rng, 40), greedy(260, logprobs=None)
+    with engine(directory, 0) as llm:
+        expected = run(llm, prompts, params)
+    continuations = {p: r[0] for p, r in zip(prompts, expected, strict=True)}
+    with engine(directory, 7) as llm:
+        propose_from(llm, Recorded(continuations, 1.0, VOCABULARY, rng))
+        fault, head = Fault(10_000), llm.engine.executor.worker.logits
+        monkeypatch.setattr(
+            llm.engine.executor.worker, "logits", lambda hidden: fault.spoil(head(hidden))
+        )
+        assert wrong_tokens(run(llm, prompts, params), expected) == 1
