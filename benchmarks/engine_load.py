@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import FULL_PROBE, QUICK_PROBE, Machine, examine
+from benchmarks.markers import around, write_between
 from benchmarks.report import table
 from deepinfer_neuron.checkpoint.tiny import PRESETS, write_checkpoint
 from deepinfer_neuron.errors import DeepInferNeuronError
 from deepinfer_neuron.llm import LLM, RequestOutput, SamplingParams
 
-BEGIN = "<!-- engine_load: begin -->"
-END = "<!-- engine_load: end -->"
+NAME = "engine_load"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,11 @@ def batching(directory: Path, load: Load) -> list[Row]:
     seconds: dict[str, float] = {}
     for name, asynchronous in (("asynchronous", True), ("synchronous", False)):
         with LLM(
-            directory, asynchronous=asynchronous, enable_prefix_caching=False, max_model_len=2048
+            directory,
+            nextn=0,
+            asynchronous=asynchronous,
+            enable_prefix_caching=False,
+            max_model_len=2048,
         ) as llm:
             batch = prompts(load.requests, load.prompt_tokens, llm.checkpoint.config.vocab_size)
             timed(llm, batch[:1], 2)
@@ -111,7 +115,7 @@ def batching(directory: Path, load: Load) -> list[Row]:
 
 def prefix(directory: Path, load: Load) -> list[Row]:
     """Time to first token of a prompt whose prefix is known, against one whose prefix is not."""
-    with LLM(directory, max_model_len=2048) as llm:
+    with LLM(directory, nextn=0, max_model_len=2048) as llm:
         vocabulary = llm.checkpoint.config.vocab_size
         timed(llm, prompts(1, 8, vocabulary), 2)
         misses, hits = [], []
@@ -137,6 +141,7 @@ def scheduling(directory: Path, load: Load) -> list[Row]:
     for size in load.schedule_sizes:
         with LLM(
             directory,
+            nextn=0,
             max_num_seqs=size,
             max_num_batched_tokens=max(512, 4 * size),
             max_model_len=256,
@@ -201,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     load, probe = (QUICK, QUICK_PROBE) if given.quick else (FULL, FULL_PROBE)
     try:
         if given.markdown is not None:
-            _around_markers(given.markdown)
+            around(given.markdown, NAME)
         directory = write_checkpoint(given.checkpoints / given.preset, given.preset)
         machine = examine(probe, torch.get_num_threads())
         rows: list[Row] = []
@@ -211,26 +216,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = render(machine, given.preset, rows)
         print(text)
         if given.markdown is not None:
-            _write(given.markdown, text)
+            write_between(given.markdown, NAME, text)
     except (DeepInferNeuronError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _around_markers(path: Path) -> tuple[str, str]:
-    """What a document holds before and behind the markers of this benchmark."""
-    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} does not hold the lines {BEGIN} and {END}; add them.")
-    return before, after
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace what stands between the markers."""
-    before, after = _around_markers(path)
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -122,6 +122,35 @@ def test_engine_and_grammar_numbers() -> None:
     assert Settings.from_env({}).prefill_attempt_interval == 1
 
 
+def test_drafts() -> None:
+    settings = Settings.from_env(
+        {
+            "DEEPINFER_USE_NEXTN_DECODE": "3",
+            "DEEPINFER_ENABLE_MTP_VARLEN": "1",
+            "DEEPINFER_MAX_BACKTRACKING_TOKENS": "9",
+            "DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE": "0.5,1,2.5",
+            "DEEPINFER_DECODE_PERF_CACHE_DIR": "curves",
+            "DEEPINFER_DECODE_PERF_CACHE_TTL_SEC": "60",
+        }
+    )
+    assert settings.nextn == 3
+    assert settings.mtp_varlen
+    assert settings.backtracking_tokens == 9
+    assert settings.confidence_temperatures == (0.5, 1.0, 2.5)
+    assert (settings.perf_cache_dir, settings.perf_cache_ttl) == ("curves", 60)
+    unset = Settings.from_env({"DEEPINFER_USE_NEXTN_DECODE": ""})
+    assert unset.nextn is None
+    assert Settings.from_env({"DEEPINFER_USE_NEXTN_DECODE": "0"}).nextn == 0
+    assert unset.confidence_temperatures == (1.0,)
+    assert not unset.mtp_varlen
+
+
+@pytest.mark.parametrize("value", ["x", "1,", "0", "-1", "nan", "inf", "1;2"])
+def test_a_bad_confidence_temperature_names_variable_and_value(value: str) -> None:
+    with pytest.raises(ConfigError, match="CONFIDENCE_HEAD_TEMPERATURE='" + value):
+        Settings.from_env({"DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE": value})
+
+
 def test_settings_cannot_be_changed() -> None:
     settings = Settings()
     with pytest.raises(dataclasses.FrozenInstanceError):

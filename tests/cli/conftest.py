@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from deepinfer_neuron.engine.outputs import DecodeCounts
+
 
 @dataclass(frozen=True)
 class FakeMetrics:
@@ -16,6 +18,7 @@ class FakeMetrics:
 
     ttft: float | None
     tpot: float | None
+    decode: DecodeCounts = field(default_factory=DecodeCounts)
 
 
 @dataclass(frozen=True)
@@ -51,16 +54,22 @@ class FakeEngine:
     """Records the calls, and answers each prompt with its upper-case text or raises ``error``."""
 
     error: BaseException | None = None
-    metrics: FakeMetrics = FakeMetrics(ttft=0.25, tpot=0.05)
+    metrics: FakeMetrics = field(default_factory=lambda: FakeMetrics(ttft=0.25, tpot=0.05))
     suffix: str = ""
-    loads: list[tuple[str, int | None, str]] = field(default_factory=list)
+    loads: list[tuple[str, int | None, int | None, str]] = field(default_factory=list)
     params: list[FakeSamplingParams] = field(default_factory=list)
 
     def load(
-        self, model: str, *, max_model_len: int | None, weights: str, progress: bool
+        self,
+        model: str,
+        *,
+        max_model_len: int | None,
+        nextn: int | None,
+        weights: str,
+        progress: bool,
     ) -> FakeEngine:
         """Stands for the ``LLM`` constructor."""
-        self.loads.append((model, max_model_len, weights))
+        self.loads.append((model, max_model_len, nextn, weights))
         return self
 
     def generate(

@@ -24,6 +24,7 @@ def test_human_output_shows_text_tokens_and_speed(
         "finish     length, 3 tokens",
         # three tokens by 0.25 + 2 * 0.05 seconds
         "speed      TTFT 250.0 ms, TPOT 50.0 ms, 8.6 tokens/s",
+        "drafts     1.00 tokens per decode step",
     ]
     assert second.splitlines()[1] == "text       [B]X[/B]"
     assert rest == ""
@@ -62,22 +63,23 @@ def test_json_output_is_one_object_per_prompt_and_nothing_else(
         "ttft_ms": 250.0,
         "tpot_ms": 50.0,
         "tokens_per_second": pytest.approx(3 / 0.35),
+        "tokens_per_decode_step": 1.0,
     }
     assert second["prompt"] == "c"
 
 
 def test_defaults_are_greedy(engine) -> None:
     assert main(["generate", "--model", "m", "--prompt", "p"]) == 0
-    assert engine.loads == [("m", None, "auto")]
+    assert engine.loads == [("m", None, None, "auto")]
     (params,) = engine.params
     assert (params.temperature, params.max_tokens, params.seed) == (0.0, 32, None)
 
 
 def test_options_reach_the_engine(engine) -> None:
     options = ["--max-tokens", "5", "--temperature", "0.7", "--seed", "3"]
-    options += ["--weights", "packed", "--max-model-len", "128"]
+    options += ["--weights", "packed", "--max-model-len", "128", "--nextn", "3"]
     assert main(["generate", "--model", "m", "--prompt", "p", *options]) == 0
-    assert engine.loads == [("m", 128, "packed")]
+    assert engine.loads == [("m", 128, 3, "packed")]
     (params,) = engine.params
     assert (params.temperature, params.max_tokens, params.seed) == (0.7, 5, 3)
 

@@ -15,11 +15,14 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from deepinfer_neuron.engine.budget import StepCurve
 from deepinfer_neuron.engine.outputs import RequestOutput
+from deepinfer_neuron.errors import ConfigError
 from deepinfer_neuron.llm import LLM
 from deepinfer_neuron.runner.sequence import SequenceData
 from deepinfer_neuron.sampling.drafts import Draft
 from deepinfer_neuron.sampling.params import SamplingParams
+from deepinfer_neuron.sampling.structured import StructuredOutput
 from tests.engine.test_invariance import crowded, run_crowd
 from tests.support.draft_sources import Recorded
 from tests.support.engine_load import lone_runs, random_wishes, result
@@ -210,6 +213,106 @@ class TestEnds:
         with self.oracle(recorded) as llm:
             assert run(llm, [recorded[1]], params) == expected
             assert expected[0][0][3] == 77
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        StructuredOutput(regex="[a-c]{6,30}(yes|no)!"),
+        StructuredOutput(json_schema='{"type": "array", "items": {"type": "integer"}}'),
+    ],
+)
+def test_a_grammar_inside_blocks(checkpoint_dir: CheckpointDir, output: StructuredOutput) -> None:
+    """Right, refused and illegal drafts; the grammar may end in the middle of a block."""
+    directory, prompts = checkpoint_dir("nano", 1), [(5, 6), (40, 2, 9), (300,)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, logprobs=1, structured_output=output)
+    with engine(directory, 0) as llm:
+        expected = run(llm, prompts, params)
+    continuations = {p: r[0] for p, r in zip(prompts, expected, strict=True)}
+    for quality in (1.0, 0.8):
+        with engine(directory, 5) as llm:
+            propose_from(llm, Recorded(continuations, quality, VOCABULARY))
+            assert run(llm, prompts, params) == expected
+            assert llm.stats().decode.tokens_per_step > 1.5
+
+
+class TestSettings:
+    def test_the_checkpoint_decides_unless_told_otherwise(
+        self, checkpoint_dir: CheckpointDir, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        directory = checkpoint_dir("nano", 1)
+        with LLM(directory) as llm:
+            draft = llm.checkpoint.config.draft
+            assert draft is not None
+            assert llm.config.nextn == draft.block_size
+        monkeypatch.setenv("DEEPINFER_USE_NEXTN_DECODE", "2")
+        with LLM(directory) as llm:
+            assert llm.config.nextn == 2
+        with LLM(directory, nextn=0) as llm:
+            assert llm.config.nextn == 0
+            assert llm.engine.executor.worker.network.drafts is None
+
+    @pytest.mark.parametrize("nextn", [-1, 8, True, "3"])
+    def test_a_count_out_of_range(self, checkpoint_dir: CheckpointDir, nextn: object) -> None:
+        with pytest.raises(ConfigError, match=r"nextn is .*; give an integer from 0 to 7"):
+            LLM(checkpoint_dir("nano", 1), nextn=nextn)  # type: ignore[arg-type]
+
+    def test_temperatures_must_fit(
+        self, checkpoint_dir: CheckpointDir, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "1,2")
+        with pytest.raises(ConfigError, match="has 2 numbers; give one, or 3 for nextn 3"):
+            LLM(checkpoint_dir("nano", 1), nextn=3)
+        monkeypatch.setenv("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "1,2,4")
+        LLM(checkpoint_dir("nano", 1), nextn=3).close()
+
+    def test_measured_step_times_are_kept(
+        self, checkpoint_dir: CheckpointDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("DEEPINFER_ENABLE_MTP_VARLEN", "1")
+        monkeypatch.setenv("DEEPINFER_DECODE_PERF_CACHE_DIR", str(tmp_path))
+        curves = []
+        for _ in range(2):
+            with LLM(checkpoint_dir("nano", 1), nextn=3, max_num_seqs=2) as llm:
+                budget = llm.engine.scheduler.budget
+                assert budget is not None
+                curves.append(budget.curve)
+        assert len(list(tmp_path.iterdir())) == 1
+        assert curves[0] == curves[1]
+        assert curves[0].rows == (1, 2, 4, 8)
+
+    def test_the_budget_limits_verified_rows(
+        self, checkpoint_dir: CheckpointDir, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where every row costs as much as a step, hopeless drafts are not verified."""
+        monkeypatch.setenv("DEEPINFER_ENABLE_MTP_VARLEN", "1")
+        with engine(checkpoint_dir("nano", 1), 5, max_num_seqs=4) as llm:
+            budget = llm.engine.scheduler.budget
+            assert budget is not None
+            budget.curve = StepCurve((1, 24), (1e3, 24e3))
+            run(llm, [(5, 9), (7,), (8, 3)], greedy(12))
+            stats = llm.stats()
+            assert stats.decode_rows < 1.5 * stats.decode.steps
+
+
+def test_metrics_tell_what_drafts_brought(recorded: tuple[Path, Tokens, list[int]]) -> None:
+    directory, prompt, tokens = recorded
+    with engine(directory, 4) as llm:
+        propose_from(llm, Recorded({prompt: tokens}, 1.0, VOCABULARY, cuts=0.0))
+        output = llm.generate({"prompt_token_ids": list(prompt)}, greedy(11), use_tqdm=False)[0]
+        stats = llm.stats()
+    decode = output.metrics.decode
+    assert decode == stats.decode
+    assert decode.steps == 2
+    assert decode.verified == decode.accepted == [2, 2, 2, 2, 0, 0, 0]
+    assert decode.tokens_per_step == 5.0
+    assert decode.acceptance == [1.0] * 4
+    assert all(0.0 <= share <= 1.0 for share in decode.mean_confidence)
+    assert stats.decode_tokens == 10
+    assert stats.decode_rows == 10
+    assert 0.0 < stats.draft_seconds < stats.step_seconds
+    parts = stats.forward_seconds + stats.sample_seconds + stats.draft_seconds
+    assert parts == pytest.approx(stats.step_seconds)
 
 
 def test_one_and_sixty_five_requests(checkpoint_dir: CheckpointDir) -> None:
