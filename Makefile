@@ -54,12 +54,13 @@ format: $(STAMP) ## Format the code
 
 # Writes nothing if the checkpoint is already there.
 tiny: $(STAMP)
-	$(BIN)/deepinfer-neuron tiny --out $(TINY)
+	test -f $(TINY)/golden_tokens.json || $(BIN)/deepinfer-neuron tiny --out $(TINY) --golden
 
 demo: tiny ## Generate text with a small random checkpoint
 	$(BIN)/deepinfer-neuron generate --model $(TINY) --max-tokens 24 \
 		--prompt "The capital of France is" \
 		--prompt "Explain in one sentence why the sky is blue."
+	$(BIN)/python examples/neuron/run_deepinfer_tiny.py --model $(TINY)
 
 bench: $(STAMP) ## Measure speed and memory; BENCH="--presets tiny mid" adds a 2 GB model
 	$(BIN)/python -m benchmarks.host_speed $(BENCH)
