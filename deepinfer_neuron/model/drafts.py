@@ -21,7 +21,7 @@ from deepinfer_neuron.model.blocks import MixtureOfExperts, Site
 from deepinfer_neuron.model.matrix import WeightSource, WideLinear
 from deepinfer_neuron.model.step import DraftStep, WindowPlan
 from deepinfer_neuron.ops.attention import sink_attention
-from deepinfer_neuron.ops.drafts import confidence
+from deepinfer_neuron.ops.draft_input import confidence
 from deepinfer_neuron.ops.gather import gather_rows
 from deepinfer_neuron.ops.hyper import collapse
 from deepinfer_neuron.ops.norm import rms_norm
@@ -122,7 +122,9 @@ class DraftHeads(nn.Module):
         """
         markov = gather_rows(self.markov_embed, previous).to(self.arithmetic.dtype)
         biased = logits + self.markov_head(markov)
-        trust = confidence(hidden, markov, self.confidence_weight, temperature, self.arithmetic)
+        trust = confidence(
+            hidden, self.confidence_weight, temperature, self.arithmetic.order, markov
+        )
         return biased, trust
 
     def greedy(

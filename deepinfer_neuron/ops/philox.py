@@ -49,7 +49,7 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
     return torch.stack((c0, c1, c2, c3), -1)
 
 
-def draw_words(seeds: Tensor, positions: Tensor, case: int = 0) -> Tensor:
+def draw_words(seeds: Tensor, positions: Tensor, case: int | Tensor = 0) -> Tensor:
     """The random words of a draw.
 
     The counter is ``(0, 0, low, high)`` of the sequence number ``3 * position + case``, computed in
@@ -58,10 +58,11 @@ def draw_words(seeds: Tensor, positions: Tensor, case: int = 0) -> Tensor:
     Args:
         seeds: int64 ``[n]`` holding the bits of unsigned 64-bit seeds, see :func:`seed_bits`.
         positions: int64 ``[n]``, index of the token that is drawn.
-        case: which of the :data:`CASES` draws of that position.
+        case: which of the :data:`CASES` draws of that position; a tensor broadcasts, so one call
+            serves several draws of a position.
 
     Returns:
-        int64 ``[n, 4]``, values in [0, 2^32).
+        int64 ``[n, 4]``, values in [0, 2^32); ``[m, n, 4]`` with cases ``[m, n]`` or ``[m, 1]``.
     """
     sequence = (positions * CASES + case).to(torch.int32).to(torch.int64)
     zero = torch.zeros_like(sequence)

@@ -133,7 +133,7 @@ def log_softmax(
     if min_ps is not None and any(min_ps):
         floors = [math.log(p) if p > 0.0 else -_INFINITY for p in min_ps]
         x = x.masked_fill(x < torch.tensor(floors, dtype=torch.float32)[:, None], -_INFINITY)
-    return x - _log(order.sum(bounded_exp(order, x)))[:, None]
+    return x - _log(order.sum(exponential(order, x)))[:, None]
 
 
 def distribution(
@@ -160,13 +160,13 @@ def distribution(
     if not probabilities:
         return Distribution(logprobs, logprobs[:, :0])
     if not filtered:
-        return Distribution(logprobs, bounded_exp(order, logprobs))
+        return Distribution(logprobs, exponential(order, logprobs))
     values = torch.zeros_like(logprobs)
     plain = [row for row in range(logits.shape[0]) if row not in filtered]
     if plain:
-        values[plain] = bounded_exp(order, logprobs[plain])
+        values[plain] = exponential(order, logprobs[plain])
     for row, (ids, kept) in filtered.items():
-        values[row, ids] = bounded_exp(order, kept)
+        values[row, ids] = exponential(order, kept)
     return Distribution(logprobs, values)
 
 
@@ -200,13 +200,13 @@ def keep(
         kept = logprobs[ids]
         stays = int((kept > -_INFINITY).sum())
         if top_p < 1.0:
-            masses = (bounded_exp(order, kept).to(torch.float64) * 2.0**_MASS_BITS).to(torch.int64)
+            masses = (exponential(order, kept).to(torch.float64) * 2.0**_MASS_BITS).to(torch.int64)
             stays = min(stays, int((masses.cumsum(0) - masses <= bound).sum()))
         if stays < prefix or prefix == limit:
             break
         prefix = limit
     kept = kept[:stays]
-    return ids[:stays], kept - _log(order.sum(bounded_exp(order, kept)))
+    return ids[:stays], kept - _log(order.sum(exponential(order, kept)))
 
 
 def fixed_point_weights(probabilities: Tensor) -> Tensor:
@@ -304,7 +304,7 @@ def _first_above(ends: Tensor, target: Tensor) -> Tensor:
     return index.clamp_max(ends.shape[-1] - 1)
 
 
-def bounded_exp(order: Order, x: Tensor) -> Tensor:
+def exponential(order: Order, x: Tensor) -> Tensor:
     """Exponential of fp32 values; 0 below -87, where results stop being normal numbers.
 
     Exponentials that underflow take torch thirty times as long.

@@ -12,7 +12,6 @@ from torch import Tensor
 from deepinfer_neuron.errors import ConfigError
 from deepinfer_neuron.ops.arithmetic import Arithmetic
 from deepinfer_neuron.ops.philox import draw_words, seed_bits
-from deepinfer_neuron.ops.rejection import verify_drafts
 from deepinfer_neuron.ops.sample import (
     Distribution,
     Transform,
@@ -25,6 +24,7 @@ from deepinfer_neuron.ops.sample import (
     random_sampling,
     sum_smaller_probs,
 )
+from deepinfer_neuron.ops.verify import accept_drafts
 from deepinfer_neuron.sampling.drafts import SEED_OFFSET, Draft
 from deepinfer_neuron.sampling.logprobs import Score, TokenResult, score
 from deepinfer_neuron.sampling.masks import edit_logits
@@ -261,9 +261,15 @@ class Sampler:
         if drafted:
             kept = Distribution(_rows(of.logprobs, drafted), _rows(of.probabilities, drafted))
             columns, laws = self._draft_laws(step, [rows[place] for place in drafted])
-            drawn[drafted] = verify_drafts(
-                kept, laws, columns, seeds[drafted], positions[drafted], self._order
-            )
+            drawn[drafted] = accept_drafts(
+                kept,
+                laws,
+                columns,
+                torch.ones_like(columns, dtype=torch.bool),
+                seeds[drafted],
+                positions[drafted],
+                self._order,
+            ).candidates
         for row, column in zip(rows, drawn.tolist(), strict=True):
             step.columns[row] = column
 

@@ -1,0 +1,1 @@
+"""Attention over segments of different lengths."""

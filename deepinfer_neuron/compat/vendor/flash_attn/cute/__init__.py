@@ -1,0 +1,1 @@
+"""The variant whose interface is used."""
