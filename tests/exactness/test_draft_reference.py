@@ -449,9 +449,17 @@ def test_confidence_is_clamped(drafts: Drafts, main: list[Tensor]) -> None:
         cold = drafts.draft(golden, POSITION, main, 3, temperatures=0.0).confidence
         for before, after in zip(usual.tolist(), cold.tolist(), strict=True):
             sure = before > 0.5
-            assert after == 1.0 if sure else after == pytest.approx(math.exp(-60), rel=1e-5)
+            assert after == 1.0 if sure else after == pytest.approx(math.exp(-60), rel=1e-5, abs=0)
             found.add(sure)
     assert found == {True, False}
+
+
+def test_the_smallest_temperature_divides(changed: Callable[..., Drafts]) -> None:
+    """A temperature of zero is that one, seen on scores too small to reach the clamp."""
+    other = changed({"mtp.1.confidence_head.proj.weight": lambda w: w * 2.0**-20})
+    zero, smallest = (other.block([5], 3, temperatures=t).confidence for t in (0.0, 1e-5))
+    assert torch.equal(zero, smallest)
+    assert not torch.equal(zero, other.block([5], 3, temperatures=2e-5).confidence)
 
 
 def test_each_draft_has_its_temperature(drafts: Drafts, main: list[Tensor]) -> None:
@@ -466,7 +474,7 @@ def test_a_huge_score_is_no_exception(changed: Callable[..., Drafts]) -> None:
         other = changed({name: lambda w, sign=sign: w.sign() * sign * 2.0**100})
         hidden = other.network.checkpoint.tensor(name)[:, :-32].sign().float() * sign
         block = other.heads(hidden, 3, None, 1.0, Trace())
-        assert block.confidence.tolist() == pytest.approx([expected], rel=1e-5)
+        assert block.confidence.tolist() == pytest.approx([expected], rel=1e-5, abs=0)
 
 
 # Rounding points.

@@ -271,12 +271,12 @@ def sink_is_scaled_like_a_logit(patch: pytest.MonkeyPatch, worker: Worker) -> No
 
 
 def groups_take_every_other_head(patch: pytest.MonkeyPatch, worker: Worker) -> None:
-    original = attention.Attention._project
-    patch.setattr(
-        attention.Attention,
-        "_project",
-        lambda self, out: original(self, out.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)),
-    )
+    original = attention.Attention.project
+
+    def faulty(self: attention.Attention, out: Tensor, turns: Tensor) -> Tensor:
+        return original(self, out.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2), turns)
+
+    patch.setattr(attention.Attention, "project", faulty)
 
 
 def memory_value_comes_first(patch: pytest.MonkeyPatch, worker: Worker) -> None:
