@@ -130,6 +130,8 @@ def accept_drafts(
 ) -> Decisions:
     """Judge the drafts by rejection sampling, and draw the tokens that replace rejected ones.
 
+    Tensors are on the host.
+
     With the first random word ``x`` of a row's test draw, a draft is accepted if ``2 x + 1`` is
     below ``trunc(exp(min(ln p - ln d, 0)) * 2^33)``, which always holds for ``p >= d``. Else the
     candidate is drawn in proportion to ``trunc(max(p - exp(ln d - 5e-5), 0) * 2^31)``; where all

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepinfer_neuron.compat.tilelang_ops import decode_metadata
 from deepinfer_neuron.errors import ConfigError
+from deepinfer_neuron.ops import decode_metadata as ops
 from tests.compat.outputs import Output
 
 I32, B = torch.int32, torch.bool
@@ -184,8 +185,6 @@ def test_block_tables(count: int, spare: int) -> None:
 
 
 def test_block_tables_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepinfer_neuron.ops import decode_metadata as ops
-
     monkeypatch.setattr(ops, "_WORKSPACE_ELEMENTS", 4 * MOST)
     test_block_tables(30, 3)
 

@@ -67,11 +67,7 @@ def get_fused_dflash_get_input_tl(
         requests, block = new_slots.shape
         if requests == 0:
             return
-        if kv_len != window_size + block:
-            raise ConfigError(
-                f"get_fused_dflash_get_input: kv_len is {kv_len}, a window of {window_size} and a "
-                f"block of {block} make {window_size + block}"
-            )
+        _check_keys(kv_len, window_size, block)
         blocks = draft_blocks(
             slot_mapping_swa,
             positions,
@@ -206,3 +202,11 @@ def compute_seqlens_q_by_confidence_rates_tl(
         seqlens_q.copy_(split_rows_by_confidence(total_q, cum_rates))
 
     return kernel
+
+
+def _check_keys(kv_len: int, window_size: int, block: int) -> None:
+    if kv_len != window_size + block:
+        raise ConfigError(
+            f"get_fused_dflash_get_input: kv_len is {kv_len}, but a window of {window_size} and a "
+            f"block of {block} make {window_size + block}"
+        )
