@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deepinfer_neuron.sampling.state import SamplingState
+from deepinfer_neuron.sampling.state import Matcher, SamplingState
+
+_WORD_BITS = 32
 
 SEED_OFFSET = 1000000007
 """Added to a request's seed where drafts are drawn, so that draft and target draws never share
@@ -70,7 +73,7 @@ def legal_drafts(state: SamplingState, drafts: Sequence[Draft]) -> int:
         return len(drafts)
     accepted = 0
     try:
-        while accepted < len(drafts) and matcher.accept(drafts[accepted].token_id):
+        while accepted < len(drafts) and _follows(state, matcher, drafts[accepted].token_id):
             accepted += 1
         matcher.rollback(accepted)
     except Exception as error:
@@ -78,3 +81,16 @@ def legal_drafts(state: SamplingState, drafts: Sequence[Draft]) -> int:
         return 0
     refused = accepted < len(drafts)
     return accepted + int(refused and not state.params.is_greedy)
+
+
+def _follows(state: SamplingState, matcher: Matcher, token: int) -> bool:
+    """Advance a matcher by a token that it allows; ``False`` if it does not.
+
+    The mask is asked first: the library writes a warning about a special token it has to refuse.
+    """
+    if matcher.constrained():
+        bitmask = torch.zeros(-(-state.vocab_size // _WORD_BITS), dtype=torch.int32)
+        matcher.fill_bitmask(bitmask)
+        if not (int(bitmask[token // _WORD_BITS]) >> (token % _WORD_BITS)) & 1:
+            return False
+    return matcher.accept(token)

@@ -42,6 +42,7 @@ class SamplingState:
         seed: of this completion, in [0, 2^64).
         temperature: divisor of the logits, at least 1e-5.
         eos_token_id: end-of-sequence token.
+        vocab_size: width of the logits.
         matcher: grammar of the output, or ``None``.
         counts: earlier tokens, or ``None`` if no penalty is set.
         bias: token ids int64 ``[k]`` and fp32 ``[k]``, or ``None``.
@@ -77,6 +78,7 @@ class SamplingState:
         self.seed = seed
         self.temperature = max(params.temperature, GREEDY_BELOW)
         self.eos_token_id = eos_token_id
+        self.vocab_size = vocab_size
         self.matcher = matcher
         self.num_output_tokens = 0
         self.failure: str | None = None

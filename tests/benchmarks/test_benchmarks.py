@@ -88,7 +88,7 @@ def test_allocated_memory_is_resident(tmp_path: Path) -> None:
 
 
 def test_touched_pages_of_mapped_weights_are_told_apart(checkpoint_dir: CheckpointDir) -> None:
-    directory = checkpoint_dir("nano", 1)
+    directory = checkpoint_dir("nano", 41)
     with Checkpoint.open(directory) as checkpoint:
         assert resident(directory).shards == 0
         head = checkpoint.tensor("head.weight")

@@ -43,7 +43,7 @@ def soak(directory: Path, count: int, seed: int) -> None:
     rng = random.Random(seed)
     wishes = with_grammars(random_wishes(rng, count, VOCABULARY, 150, most_tokens=10), rng)
     with LLM(
-        directory, max_num_seqs=24, max_num_batched_tokens=400, max_model_len=256, num_blocks=30
+        directory, max_num_seqs=24, max_num_batched_tokens=400, max_model_len=256, num_blocks=18
     ) as llm:
         waiting = list(enumerate(wishes))
         tracked: dict[int, Tracked] = {}

@@ -117,11 +117,14 @@ class Follower:
     def __init__(self, breaks_at: int = -1) -> None:
         self.taken: list[int] = []
         self.breaks_at = breaks_at
+        self.allowed = set(range(32))
+        self.asked: list[int] = []
 
     def constrained(self) -> bool:
         return True
 
     def accept(self, token: int) -> bool:
+        self.asked.append(token)
         if len(self.taken) == self.breaks_at:
             raise RuntimeError("too costly")
         if len(self.taken) < 3 and token != len(self.taken) + 1:
@@ -133,7 +136,7 @@ class Follower:
         del self.taken[len(self.taken) - count :]
 
     def fill_bitmask(self, bitmask: torch.Tensor) -> None:
-        bitmask.fill_(-1)
+        bitmask[0] = sum(1 << token for token in self.allowed if token < 31)
 
 
 class TestGrammar:
@@ -161,6 +164,13 @@ class TestGrammar:
         state, _ = self.state(0.0, breaks_at=1)
         assert legal_drafts(state, [Draft(1), Draft(2)]) == 0
         assert state.failure == "the grammar failed: too costly"
+
+    def test_the_mask_is_asked_before_the_grammar(self) -> None:
+        """A token that the mask excludes never reaches ``accept``."""
+        state, follower = self.state(0.0)
+        follower.allowed = {1, 2}
+        assert legal_drafts(state, [Draft(1), Draft(2), Draft(3)]) == 2
+        assert follower.asked == [1, 2]
 
     def test_no_grammar(self) -> None:
         (state,) = states(1, temperature=0.0)
