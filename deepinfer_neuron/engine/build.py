@@ -11,7 +11,7 @@ from deepinfer_neuron.cache.blocks import BlockManager
 from deepinfer_neuron.cache.pools import BLOCK_TOKENS
 from deepinfer_neuron.checkpoint.reader import Checkpoint
 from deepinfer_neuron.engine.budget import DraftBudget
-from deepinfer_neuron.engine.config import EngineConfig, blocks_per_window
+from deepinfer_neuron.engine.config import EngineConfig, blocks_per_window, check_integer
 from deepinfer_neuron.engine.core import EngineCore
 from deepinfer_neuron.engine.scheduler import Scheduler, SchedulerConfig
 from deepinfer_neuron.engine.step_times import CurveFiles, curve_key, measure_curve, row_counts
@@ -50,7 +50,9 @@ def build_engine(parts: Parts, config: EngineConfig) -> EngineCore:
         max_length=config.max_model_len,
         progress=parts.progress,
         nextn=config.nextn,
-        backtracking=parts.settings.backtracking_tokens,
+        backtracking=check_integer(
+            "DEEPINFER_MAX_BACKTRACKING_TOKENS", parts.settings.backtracking_tokens, 0, 65536
+        ),
     )
     slots = config.max_num_seqs + 1
     worker.allocate(config.num_blocks - 1, config.max_num_seqs, config.num_pages - 1)
@@ -114,8 +116,7 @@ def _budget(parts: Parts, config: EngineConfig, worker: Worker) -> DraftBudget |
         known = files.load(key, rows)
         if known is not None:
             return DraftBudget(known)
-    sequences = min(config.max_num_seqs, config.num_blocks - 1)
-    curve = measure_curve(worker, rows, sequences)
+    curve = measure_curve(worker, rows, config.max_num_seqs)
     worker.allocate(config.num_blocks - 1, config.max_num_seqs, config.num_pages - 1)
     if files is not None:
         files.save(key, curve)

@@ -27,7 +27,6 @@ from deepinfer_neuron.engine.request import Request, State
 from deepinfer_neuron.engine.scheduler import Scheduled, Scheduler
 from deepinfer_neuron.errors import RequestError
 from deepinfer_neuron.runner.executor import Executor, Progress, StepResult
-from deepinfer_neuron.runner.plan import CONTINUE
 from deepinfer_neuron.runner.sequence import SequenceData
 from deepinfer_neuron.sampling.drafts import survival
 from deepinfer_neuron.sampling.grammar import GrammarCompiler, GrammarMatcher, PendingGrammar
@@ -329,18 +328,18 @@ class EngineCore:
             self.scheduler.budget.observe(result, len(scheduled.requests))
         changed: list[Tracked] = []
         now = time.monotonic()
-        plan = scheduled.plan
-        decodes = (plan.begin == CONTINUE).tolist()
-        entries = zip(scheduled.requests, result.progress, plan.samples, decodes, strict=True)
-        for request, progress, samples, goes_on in entries:
+        entries = zip(scheduled.requests, result.progress, scheduled.plan.samples, strict=True)
+        for request, progress, samples in entries:
             if samples:
                 request.inflight.popleft()
             if request.state is State.FINISHED:
                 continue
             tracked = self._tracked[request.request_id]
+            known = len(request.token_ids)
             self._append(tracked, progress, now)
-            if goes_on and progress.tokens:
-                self._count(request, progress)
+            if known and len(request.token_ids) > known:
+                ended = tracked.completion.finish_reason is not None
+                self._count(request, progress, len(request.token_ids) - known, ended)
             if request.slot and progress.cached:
                 self.scheduler.commit(request, min(progress.cached, request.known))
             if tracked.completion.finish_reason is not None:
@@ -365,11 +364,11 @@ class EngineCore:
             request.drafts = len(progress.next_confidences)
             request.survivals.append(survival(progress.next_confidences))
 
-    def _count(self, request: Request, progress: Progress) -> None:
-        """Count a decode step and its drafts."""
+    def _count(self, request: Request, progress: Progress, kept: int, ended: bool) -> None:
+        """Count a decode step that gave a request ``kept`` tokens, perhaps its last ones."""
         self._decode_rows += 1 + progress.verified
         step = DecodeCounts()
-        step.add(progress.accepted, progress.confidences)
+        step.add(min(progress.accepted, kept - 1), progress.confidences, cut=ended)
         request.decode.merge(step)
         self._decode.merge(step)
 

@@ -27,12 +27,15 @@ class DecodeCounts:
     confidence: list[float] = field(default_factory=lambda: [0.0] * MOST_DRAFTS)
     """Sums of the confidences of the drafts reached."""
 
-    def add(self, accepted: int, confidences: Sequence[float]) -> None:
-        """Count a step that verified one draft per confidence and accepted the leading ones."""
+    def add(self, accepted: int, confidences: Sequence[float], *, cut: bool = False) -> None:
+        """Count a step that verified one draft per confidence and accepted the leading ones.
+
+        With ``cut`` the request ended there, so nothing is known of the draft behind them.
+        """
         self.steps += 1
         for place, confidence in enumerate(confidences):
             self.verified[place] += 1
-            if place <= accepted:
+            if place < accepted or (place == accepted and not cut):
                 self.reached[place] += 1
                 self.confidence[place] += confidence
             if place < accepted:

@@ -106,9 +106,7 @@ class Scheduler:
 
         Counts of the requests are advanced as if the step had run.
         """
-        # Every running request needs a row; drafts share what the budget leaves.
-        most = self.config.max_num_batched_tokens // max(1, len(self.running))
-        width = min(1 + self.config.nextn, most)
+        width = self._width()
         preempted = self._make_room(width)
         rows = _Rows()
         for request in self.running:
@@ -129,8 +127,18 @@ class Scheduler:
         if len(rows.requests) > decoding:
             self._since_prefill = 0
         self.counters.steps += 1
-        self.counters.prefill_tokens += sum(rows.rows[decoding:])
         return Scheduled(self._plan(rows, tuple(admissions), drafts), tuple(rows.requests))
+
+    def _width(self) -> int:
+        """Rows of each running request: one, and drafts as far as the budget reaches.
+
+        Where a prompt could go on, drafts leave it some rows; with a budget for the whole blocks
+        of ``max_num_seqs`` requests that never costs a draft.
+        """
+        block, budget = 1 + self.config.nextn, self.config.max_num_batched_tokens
+        prompts = self.prefilling or (self.waiting and self._free_slots)
+        reserved = min(block, budget // 2) if prompts else 0
+        return max(1, min(block, (budget - reserved) // max(1, len(self.running))))
 
     def _decode(self, rows: _Rows, width: int) -> int | None:
         """Count the planned rows of running requests; drafts they share, ``None`` for no limit."""
@@ -283,8 +291,11 @@ class Scheduler:
         if count <= 0:
             return 0
         complete = begin + count == known
-        # A request that was preempted goes on with the drafts it had.
+        # A request that was preempted goes on with the drafts it had; its last row waits for them.
+        if complete and count > 1 and budget - count < request.drafts:
+            count, complete = count - 1, False
         drafts = min(request.drafts, budget - count) if complete else 0
+        self.counters.prefill_tokens += count
         rows.add(request, begin, count + drafts, complete)
         request.computed += count
         if complete:

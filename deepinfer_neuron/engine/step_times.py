@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
+import re
 import time
 import uuid
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from deepinfer_neuron.runner.worker import Worker
 
 _log = logging.getLogger(__name__)
 
+_STAMP = re.compile(r"\.[0-9]{1,12}")
 _WARM_UP, _TIMED = 1, 5
 _GRACE_SECONDS = 2 * 3600
 """Expired files younger than this may still be read by an engine that is starting."""
@@ -43,12 +46,12 @@ class CurveFiles:
             if age > self.ttl_seconds:
                 return None
             try:
-                times = json.loads(path.read_text())
-                usable = len(times) == len(rows) and all(float(value) > 0 for value in times)
-            except (OSError, ValueError, TypeError):
+                read = json.loads(path.read_text())
+                times = [float(value) for value in read] if isinstance(read, list) else []
+            except (OSError, ValueError, TypeError, OverflowError, RecursionError):
                 continue
-            if usable:
-                return StepCurve(rows, tuple(float(value) for value in times))
+            if len(times) == len(rows) and all(0 < value < math.inf for value in times):
+                return StepCurve(rows, tuple(times))
         return None
 
     def save(self, key: str, curve: StepCurve) -> None:
@@ -66,9 +69,7 @@ class CurveFiles:
             _log.warning("step times were not kept in %s: %s", self.directory, error)
 
     def _files(self, key: str) -> list[Path]:
-        if not self.directory.is_dir():
-            return []
-        return [path for path in self.directory.glob(f"{key}.*.*") if path.suffix[1:].isdigit()]
+        return [path for path in self.directory.glob(f"{key}.*.*") if _STAMP.fullmatch(path.suffix)]
 
     def _age(self, path: Path) -> float:
         return time.time() - int(path.suffix[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from deepinfer_neuron.sampling.drafts import Draft, legal_drafts
 from deepinfer_neuron.sampling.sampler import Sampler
 
 LOWEST_TEMPERATURE = 1e-5
+PLACE_STEP = 10_000_019
+"""Distance of the random positions of one token drafted at neighbouring places of a block."""
 
 
 class DraftSource(Protocol):
@@ -79,7 +81,7 @@ class Drafter:
         tokens, trust = heads.greedy(hidden, golden, self._temperatures, head)
         return [
             [Draft(token, chance) for token, chance in zip(row, chances, strict=True)]
-            for row, chances in zip(tokens.tolist(), trust.tolist(), strict=True)
+            for row, chances in zip(tokens.tolist(), _finite(trust), strict=True)
         ]
 
     @torch.inference_mode()
@@ -96,9 +98,16 @@ class Drafter:
             biased, trust = heads.advance(
                 logits[:, place], places[:, place], previous, self._temperatures[place]
             )
-            positions = [len(item) + place for item in data]
+            # A position drafted again at another place gets other random words: otherwise the
+            # confidences of the old block would tell something about the draws of the new one.
+            positions = [len(item) + place * (1 + PLACE_STEP) for item in data]
             previous, laws = self._sampler.propose(biased, states, positions)
-            rows = zip(drafts, previous.tolist(), trust.tolist(), laws, strict=True)
+            rows = zip(drafts, previous.tolist(), _finite(trust), laws, strict=True)
             for row, token, chance, law in rows:
                 row.append(Draft(token, chance, law))
         return drafts
+
+
+def _finite(trust: Tensor) -> list[Any]:
+    """Confidences as numbers; one that is NaN counts as none."""
+    return list(trust.nan_to_num(nan=0.0).tolist())

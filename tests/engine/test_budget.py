@@ -113,13 +113,36 @@ class TestFiles:
         assert CurveFiles(tmp_path, 60).load("k", self.ROWS) == StepCurve(self.ROWS, (2, 2, 2))
         assert CurveFiles(tmp_path, 10).load("k", self.ROWS) is None
 
-    @pytest.mark.parametrize("content", ["", "[1, 2", "[1, 2]", "[0, 1, 2]", '["a", 1, 2]', "3"])
+    @pytest.mark.parametrize(
+        "content",
+        [
+            "",
+            "[1, 2",
+            "[1, 2]",
+            "[0, 1, 2]",
+            '["a", 1, 2]',
+            "3",
+            "[Infinity, 1, 1]",
+            "[NaN, 1, 1]",
+            '{"1": 1, "2": 2, "3": 3}',
+            f"[{'1' * 400}, 1, 1]",
+            "[" * 100_000,
+        ],
+    )
     def test_damaged_files_are_passed_over(self, tmp_path: Path, content: str) -> None:
         files = CurveFiles(tmp_path, 3600)
         (tmp_path / f"k.a.{int(time.time())}").write_text(content)
         assert files.load("k", self.ROWS) is None
         (tmp_path / f"k.b.{int(time.time()) - 5}").write_text("[1, 2, 3]")
         assert files.load("k", self.ROWS) == StepCurve(self.ROWS, (1, 2, 3))
+
+    def test_other_files_are_left_alone(self, tmp_path: Path) -> None:
+        for name in ("x.y.²", "notes", "k.a.b", "k..-5"):
+            (tmp_path / name).write_text("kept")
+        files = CurveFiles(tmp_path, 60)
+        files.save("k", self.CURVE)
+        assert files.load("k", self.ROWS) == self.CURVE
+        assert len(list(tmp_path.iterdir())) == 5
 
     def test_expired_files_go_after_two_hours_of_grace(self, tmp_path: Path) -> None:
         now = int(time.time())

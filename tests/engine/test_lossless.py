@@ -192,6 +192,16 @@ class TestEnds:
             assert llm.stats().finished == {"stop": 1}
             assert llm.stats().blocks_used == 0
 
+    def test_counts_end_with_the_request(self, recorded: tuple[Path, Tokens, list[int]]) -> None:
+        """A stop token among accepted drafts: what lies behind it was never judged."""
+        stop = recorded[2][3]
+        assert recorded[2].index(stop) == 3
+        with self.oracle(recorded) as llm:
+            run(llm, [recorded[1]], greedy(40, stop_token_ids=[stop]))
+            stats = llm.stats()
+        assert stats.decode_tokens == 3
+        assert stats.decode.accepted[:3] == stats.decode.reached[:3] == [1, 1, 0]
+
     def test_min_tokens_holds_the_end_back_inside_a_block(
         self, recorded: tuple[Path, Tokens, list[int]]
     ) -> None:
@@ -272,6 +282,15 @@ class TestSettings:
             LLM(checkpoint_dir("nano", 1), nextn=3)
         monkeypatch.setenv("DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE", "1,2,4")
         LLM(checkpoint_dir("nano", 1), nextn=3).close()
+
+    def test_step_times_need_no_more_blocks_than_there_are(
+        self, checkpoint_dir: CheckpointDir, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("DEEPINFER_ENABLE_MTP_VARLEN", "1")
+        with LLM(
+            checkpoint_dir("nano", 1), nextn=7, max_num_seqs=8, max_model_len=16, num_blocks=2
+        ) as llm:
+            assert len(run(llm, [(5, 6)], greedy(4))[0][0]) == 4
 
     def test_measured_step_times_are_kept(
         self, checkpoint_dir: CheckpointDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -361,6 +380,7 @@ class Fault:
         self.count = 0
 
     def spoil(self, logits: Tensor) -> Tensor:
+        logits = logits.clone()
         for row in range(logits.shape[0]):
             self.count += 1
             if self.count % self.every == 0:

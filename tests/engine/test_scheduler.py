@@ -128,7 +128,7 @@ class Simulation:
             if item.state is State.FINISHED:
                 continue
             item.token_ids += result.tokens
-            item.drafts = result.drafts
+            item.drafts = result.drafts if result.tokens else item.drafts
             if item.slot and result.cached:
                 self.scheduler.commit(item, result.cached)
             if item.known == item.max_length:
@@ -230,6 +230,30 @@ class TestDrafts:
             scheduler.add(request("a", [1] * 10, 60))
             steps.append(drain(Simulation(scheduler, depth, quality)))
         assert steps[1] < 15 < 60 <= steps[0]
+
+    def test_drafts_leave_rows_for_prompts(self) -> None:
+        """A budget below all whole blocks: a prompt starts beside a request that drafts."""
+        scheduler = make(seqs=4, budget=8, nextn=7)
+        simulation = Simulation(scheduler, depth=0, quality=0.0)
+        scheduler.add(request("a", [1] * 3, 40))
+        for _ in range(3):
+            simulation.once()
+        late = request("b", [2] * 3, 4)
+        scheduler.add(late)
+        for _ in range(3):
+            simulation.once()
+        assert late.token_ids
+
+    def test_a_resumed_request_waits_for_room_for_its_drafts(self) -> None:
+        scheduler = make(num_blocks=8, budget=64, nextn=5)
+        simulation = Simulation(scheduler, depth=0, quality=1.0)
+        item = request("a", [1] * 60, 40)
+        scheduler.add(item)
+        simulation.once()
+        assert (item.known, item.drafts) == (61, 5)
+        scheduler._preempt(item)
+        assert simulation.once().plan.rows.tolist() == [60]
+        assert simulation.once().plan.rows.tolist() == [6]
 
     def test_rows_share_the_budget_when_it_is_too_small_for_all_drafts(self) -> None:
         scheduler = make(seqs=4, budget=10, nextn=5)
