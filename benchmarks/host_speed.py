@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import FULL_PROBE, QUICK_PROBE, examine
+from benchmarks.markers import write_between
 from benchmarks.measure import (
     ARITHMETICS,
     WEIGHTS,
@@ -26,7 +27,7 @@ from benchmarks.measure import (
     measure_speed,
 )
 from benchmarks.memory import in_child
-from benchmarks.report import render, write_between_markers
+from benchmarks.report import render
 from benchmarks.results import ModelResult, Report, WeightsResult
 from benchmarks.timing import Budget
 from benchmarks.workload import Sizes
@@ -35,6 +36,7 @@ from deepinfer_neuron.checkpoint.tiny import PRESETS, write_checkpoint
 from deepinfer_neuron.errors import DeepInferNeuronError
 from deepinfer_neuron.settings import WeightsMode
 
+NAME = "host_speed"
 _QUICK_PRESET = "nano"
 _QUICK = Sizes(48, (1, 2), 20, 40, Budget(2, 5.0), Budget(3, 5.0))
 
@@ -146,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             json_file.write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
         print(text)
         if markdown_file is not None:
-            write_between_markers(markdown_file, text)
+            write_between(markdown_file, NAME, text)
     except (DeepInferNeuronError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -20,7 +20,9 @@ def around(path: Path, name: str) -> tuple[str, str]:
     before, begin, rest = path.read_text(encoding="utf-8").partition(first)
     _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"{path} does not hold the lines {first} and {last}; add them.")
+        raise ValueError(
+            f"{path} does not hold the lines {first} and {last}; add them where the tables belong."
+        )
     return before, after
 
 

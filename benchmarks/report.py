@@ -1,15 +1,11 @@
-"""Results as Markdown tables, on their own or between the markers of a document."""
+"""Results as Markdown tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.machine import Machine
 from benchmarks.results import Decode, Memory, ModelResult, Report, Speed, WeightsResult
-
-BEGIN = "<!-- host_speed: begin -->"
-END = "<!-- host_speed: end -->"
 
 BOUNDED_PRESET = "mid"
 """The checkpoint that is large enough for bounds to mean something."""
@@ -25,22 +21,6 @@ def render(report: Report) -> str:
     parts = [_machine(report.machine)]
     parts += [_model(model, report.machine) for model in report.models]
     return "\n\n".join(parts) + "\n"
-
-
-def write_between_markers(path: Path, text: str) -> None:
-    """Replace what a document holds between the two marker lines.
-
-    Raises:
-        ValueError: the document does not hold both markers, in order.
-    """
-    old = path.read_text(encoding="utf-8")
-    before, begin, rest = old.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(
-            f"{path} does not hold the lines {BEGIN} and {END}; add them where the tables belong."
-        )
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], texts: int) -> str:

@@ -158,7 +158,8 @@ class LLM:
             model supports, whichever is less.
         max_num_seqs: most sequences that hold memory at once; by default 32, or
             ``max_num_batched_tokens`` if that is less.
-        max_num_batched_tokens: most rows of one step, 512 by default.
+        max_num_batched_tokens: most rows of one step; by default 512, or what ``max_num_seqs``
+            whole blocks of drafts take, whichever is more.
         num_blocks: blocks of 128 tokens in the paged caches, one of them reserved; by default
             what ``max_num_seqs`` sequences can need, within a quarter of the available memory.
         nextn: drafts per request and step, up to 7; 0 switches drafts off. By default what

@@ -112,7 +112,9 @@ def _budget(parts: Parts, config: EngineConfig, worker: Worker) -> DraftBudget |
     if settings.perf_cache_dir:
         files = CurveFiles(Path(settings.perf_cache_dir), settings.perf_cache_ttl)
         weights = "expanded" if parts.expanded else "packed"
-        key = curve_key(str(parts.checkpoint.directory), rows, weights, torch.get_num_threads())
+        order = type(parts.arithmetic.order).__name__
+        model = str(parts.checkpoint.directory)
+        key = curve_key(model, rows, weights, order, torch.get_num_threads())
         known = files.load(key, rows)
         if known is not None:
             return DraftBudget(known)

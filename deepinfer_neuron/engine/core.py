@@ -367,10 +367,8 @@ class EngineCore:
     def _count(self, request: Request, progress: Progress, kept: int, ended: bool) -> None:
         """Count a decode step that gave a request ``kept`` tokens, perhaps its last ones."""
         self._decode_rows += 1 + progress.verified
-        step = DecodeCounts()
-        step.add(min(progress.accepted, kept - 1), progress.confidences, cut=ended)
-        request.decode.merge(step)
-        self._decode.merge(step)
+        for counts in (request.decode, self._decode):
+            counts.add(min(progress.accepted, kept - 1), progress.confidences, cut=ended)
 
     def _end(self, tracked: Tracked) -> None:
         """Give back everything a finished request holds."""

@@ -41,20 +41,11 @@ class DecodeCounts:
             if place < accepted:
                 self.accepted[place] += 1
 
-    def merge(self, other: DecodeCounts) -> None:
-        """Add the counts of another request."""
-        self.steps += other.steps
-        for place in range(MOST_DRAFTS):
-            self.verified[place] += other.verified[place]
-            self.reached[place] += other.reached[place]
-            self.accepted[place] += other.accepted[place]
-            self.confidence[place] += other.confidence[place]
-
     def copy(self) -> DecodeCounts:
         """The counts as they stand."""
-        copied = DecodeCounts()
-        copied.merge(self)
-        return copied
+        return DecodeCounts(
+            self.steps, [*self.verified], [*self.reached], [*self.accepted], [*self.confidence]
+        )
 
     @property
     def tokens_per_step(self) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer_neuron.cache.blocks import Digest
+from deepinfer_neuron.cache.pools import BLOCK_TOKENS
 from deepinfer_neuron.engine.outputs import DecodeCounts, FinishReason
 from deepinfer_neuron.runner.sequence import SequenceData
 from deepinfer_neuron.sampling.params import SamplingParams
@@ -82,6 +83,11 @@ class Request:
     def wants_more(self) -> bool:
         """Whether planned steps may leave it short of its longest possible length."""
         return self.known + len(self.inflight) < self.max_length
+
+    @property
+    def blocks_to_resume(self) -> int:
+        """Blocks that its known tokens and its drafts take."""
+        return -(-(self.known + self.drafts) // BLOCK_TOKENS)
 
     def most_cached(self, rows: int) -> int:
         """Most tokens the caches hold once the planned steps and one more of ``rows`` rows ran.

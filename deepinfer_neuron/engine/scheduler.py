@@ -261,7 +261,7 @@ class Scheduler:
         return blocks
 
     def _fits(self, request: Request, matched: Sequence[int]) -> bool:
-        needed = -(-(request.known + request.drafts) // BLOCK_TOKENS) - len(matched)
+        needed = request.blocks_to_resume - len(matched)
         return needed <= self.blocks.available - self.blocks.unreferenced(matched)
 
     def _admit(self, request: Request, matched: list[int]) -> Admission:
@@ -271,8 +271,7 @@ class Scheduler:
         self.blocks.share(matched)
         request.blocks = list(matched)
         self._tables[request.slot, : len(matched)] = matched
-        wanted = -(-(request.known + request.drafts) // BLOCK_TOKENS)
-        self._extend(request, wanted - len(matched))
+        self._extend(request, request.blocks_to_resume - len(matched))
         cached = len(matched) * BLOCK_TOKENS
         request.computed = request.cached = cached
         request.committed = len(matched)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from deepinfer_neuron.cache.pools import BLOCK_TOKENS
 from deepinfer_neuron.engine.budget import StepCurve
 from deepinfer_neuron.runner.pack import ChunkPlan
 from deepinfer_neuron.runner.worker import Worker
@@ -75,12 +74,17 @@ class CurveFiles:
         return time.time() - int(path.suffix[1:])
 
 
-def curve_key(model: str, rows: tuple[int, ...], weights: str, threads: int) -> str:
-    """Name of everything a curve depends on."""
+def curve_key(model: str, rows: tuple[int, ...], weights: str, order: str, threads: int) -> str:
+    """Name of everything a curve depends on: model, rows, weights mode, order of sums, threads."""
     facts = {
-        "batch_sizes": list(rows), "model": model, "parallel": {"cp": 1, "dp": 1, "ep": 1},
-        "threads": threads, "time_unit": "ms", "weights": weights,
-    }  # fmt: skip
+        "batch_sizes": list(rows),
+        "model": model,
+        "order": order,
+        "parallel": {"cp": 1, "dp": 1, "ep": 1},
+        "threads": threads,
+        "time_unit": "ms",
+        "weights": weights,
+    }
     return hashlib.sha256(
         json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
@@ -123,7 +127,6 @@ def _plans(worker: Worker, rows: int, num_sequences: int) -> list[ChunkPlan]:
     plans, place = [], 0
     for slot in range(1, sequences + 1):
         count = rows // sequences + (slot <= rows % sequences)
-        assert count <= BLOCK_TOKENS
         tokens = np.arange(place, place + count) * 7919 % vocabulary
         place += count
         codes = worker.compress(tokens.tolist())

@@ -12,12 +12,17 @@ _SMALLEST_DOT = 1e-6
 
 
 def engram_update(
-    trunk: Tensor, kv: Tensor, weight: Tensor, eps: float, arithmetic: Arithmetic
+    trunk: Tensor,
+    kv: Tensor,
+    weight: Tensor,
+    eps: float,
+    arithmetic: Arithmetic,
+    floor: float = _SMALLEST_DOT,
 ) -> Tensor:
     """Add the memory's value to each stream through a gate.
 
     ``d = <R_m * weight_m, k_m> / (rms(R_m) rms(k_m) sqrt(D))``,
-    ``R_m += sigmoid(copysign(sqrt(max(|d|, 1e-6)), d)) * v``.
+    ``R_m += sigmoid(copysign(sqrt(max(|d|, floor)), d)) * v``.
 
     Args:
         trunk: activations ``[n, M, D]``.
@@ -25,6 +30,7 @@ def engram_update(
         weight: fp32 ``[M, D]``, product of the query and key norm weights.
         eps: epsilon of both norms.
         arithmetic: order and rounding.
+        floor: least magnitude under the root; the model's is 1e-6.
 
     Returns:
         activation dtype ``[n, M, D]``.
@@ -35,6 +41,6 @@ def engram_update(
     dot = arithmetic.order.sum(wide * weight * key)
     dot = dot * inverse_rms(wide, eps, arithmetic) * inverse_rms(key, eps, arithmetic)
     dot = dot * width**-0.5
-    root = square_root(dot.abs().clamp(min=_SMALLEST_DOT))
+    root = square_root(dot.abs().clamp(min=floor))
     gate = arithmetic.order.sigmoid(torch.copysign(root, dot))
     return arithmetic.round(wide + gate[..., None] * value)

@@ -1,4 +1,4 @@
-"""Choice of experts with biases, masks, replicas and shared experts."""
+"""Scores of experts, their replicas, and random choices for timing runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from deepinfer_neuron.errors import ConfigError
-from deepinfer_neuron.ops.moe import _butterfly
 
 _REPLICA_STEP = 23333
 """Spreads neighbouring tokens over the replicas of an expert."""
@@ -51,36 +50,6 @@ def gate_scores(logits: Tensor) -> Tensor:
     wide = logits.to(torch.float64)
     softplus = wide.clamp(min=0.0) + (-wide.abs()).exp().log1p()
     return softplus.sqrt().to(torch.float32)
-
-
-def choose(scores: Tensor, bias: Tensor | None, count: int) -> Tensor:
-    """The ``count`` largest ``score + bias`` of every row in descending order.
-
-    Args:
-        scores: fp32 ``[n, E]``.
-        bias: fp32 ``[E]`` or ``[n, E]``, or ``None``.
-        count: experts per row.
-
-    Returns:
-        int64 ``[n, count]``; the lower index first among equals.
-    """
-    ranked = scores if bias is None else scores + bias
-    return torch.sort(ranked, dim=1, descending=True, stable=True).indices[:, :count]
-
-
-def shares(scores: Tensor, chosen: Tensor, scaling: float) -> Tensor:
-    """``score / (sum of the chosen scores + 1e-20) * scaling``, each step rounded.
-
-    Args:
-        scores: fp32 ``[n, E]``, without bias.
-        chosen: int64 ``[n, k]``.
-        scaling: sum of the result.
-
-    Returns:
-        fp32 ``[n, k]``.
-    """
-    own = scores.gather(1, chosen)
-    return own / (_butterfly(own) + 1e-20)[:, None] * scaling
 
 
 def random_choice(rows: int, experts: int, count: int, like: Tensor) -> tuple[Tensor, Tensor]:

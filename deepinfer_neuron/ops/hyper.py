@@ -106,8 +106,10 @@ def collapse(trunk: Tensor, pre: Tensor, arithmetic: Arithmetic) -> Tensor:
 def stream_mean(trunk: Tensor, arithmetic: Arithmetic) -> Tensor:
     """``(sum_m trunk[m]) / M``: ``[n, M, D]`` to activations ``[n, D]``.
 
-    Summed in fp32, stream 0 first, one rounding at the end.
+    Summed in fp32, stream 0 first, one rounding at the end; a single stream stays as it is.
     """
+    if trunk.shape[1] == 1:
+        return trunk[:, 0]
     total = trunk[:, 0].to(torch.float32)
     for stream in range(1, trunk.shape[1]):
         total = total + trunk[:, stream].to(torch.float32)

@@ -37,10 +37,38 @@ def route(
         int64 experts ``[n, top_k]`` in descending rank, fp32 weights ``[n, top_k]``.
     """
     score = square_root(arithmetic.order.softplus(linear_fp32(y, weight, arithmetic)))
-    ranked = torch.sort(score + bias, dim=1, descending=True, stable=True)
-    chosen = ranked.indices[:, :top_k]
-    share = score.gather(1, chosen)
-    return chosen, share / (_butterfly(share) + 1e-20)[:, None] * scaling
+    chosen = choose(score, bias, top_k)
+    return chosen, shares(score, chosen, scaling)
+
+
+def choose(scores: Tensor, bias: Tensor | None, count: int) -> Tensor:
+    """The ``count`` largest ``score + bias`` of every row in descending order.
+
+    Args:
+        scores: fp32 ``[n, E]``.
+        bias: fp32 ``[E]`` or ``[n, E]``, or ``None``.
+        count: experts per row.
+
+    Returns:
+        int64 ``[n, count]``; the lower index first among equals.
+    """
+    ranked = scores if bias is None else scores + bias
+    return torch.sort(ranked, dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def shares(scores: Tensor, chosen: Tensor, scaling: float) -> Tensor:
+    """``score / (sum of the chosen scores + 1e-20) * scaling``, each step rounded.
+
+    Args:
+        scores: fp32 ``[n, E]``, without bias.
+        chosen: int64 ``[n, k]``.
+        scaling: sum of the result.
+
+    Returns:
+        fp32 ``[n, k]``.
+    """
+    own = scores.gather(1, chosen)
+    return own / (_butterfly(own) + 1e-20)[:, None] * scaling
 
 
 def _butterfly(x: Tensor) -> Tensor:
@@ -66,9 +94,29 @@ def swiglu(gate: Tensor, up: Tensor, share: Tensor, limit: float, arithmetic: Ar
     Returns:
         ``q8`` values ``[n, F]``.
     """
-    g = gate.to(torch.float32).clamp(max=limit)
-    u = up.to(torch.float32).clamp(-limit, limit)
-    return q8(g / (1.0 + arithmetic.order.exp(-g)) * u * share, arithmetic)
+    return q8(gated(gate, up, share, limit, arithmetic), arithmetic)
+
+
+def gated(
+    gate: Tensor, up: Tensor, share: Tensor | None, limit: float | None, arithmetic: Arithmetic
+) -> Tensor:
+    """``g / (1 + e^-g) * u * share`` with ``g`` and ``u`` clamped first, nothing rounded.
+
+    Args:
+        gate: ``[n, F]``.
+        up: ``[n, F]``.
+        share: fp32 ``[n, 1]``, a factor per row, or ``None``.
+        limit: cuts gates above and ups on both sides, or ``None``.
+        arithmetic: exponential.
+
+    Returns:
+        fp32 ``[n, F]``.
+    """
+    g, u = gate.to(torch.float32), up.to(torch.float32)
+    if limit is not None:
+        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    out = g / (1.0 + arithmetic.order.exp(-g)) * u
+    return out if share is None else out * share
 
 
 def combine(shared: Tensor, routed: Tensor, arithmetic: Arithmetic) -> Tensor:

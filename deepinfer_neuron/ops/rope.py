@@ -86,11 +86,14 @@ def rope(x: Tensor, turns: Tensor, arithmetic: Arithmetic, *, inverse: bool = Fa
     if inverse:
         sin = -sin
     pairs = x[..., -width:].to(torch.float32).unflatten(-1, (-1, 2))
-    x0, x1 = pairs[..., 0], pairs[..., 1]
+    turned = torch.stack(turn_pairs(pairs[..., 0], pairs[..., 1], cos, sin), dim=-1).flatten(-2)
+    return torch.cat((x[..., :-width], arithmetic.round(turned)), dim=-1)
+
+
+def turn_pairs(x0: Tensor, x1: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """``fma(x0, c, -(x1 s))`` and ``fma(x0, s, x1 c)`` of fp32 tensors that broadcast, in fp32."""
     # A product of two fp32 numbers is exact in fp64, which makes the sum the fused operation.
     x0, c, s = x0.to(torch.float64), cos.to(torch.float64), sin.to(torch.float64)
     y0 = torch.addcmul((x1 * -sin).to(torch.float64), x0, c)
     y1 = torch.addcmul((x1 * cos).to(torch.float64), x0, s)
-    turned = torch.stack((y0, y1), dim=-1).to(torch.float32).flatten(-2)
-    turned = arithmetic.round(turned)
-    return torch.cat((x[..., :-width], turned), dim=-1)
+    return y0.to(torch.float32), y1.to(torch.float32)

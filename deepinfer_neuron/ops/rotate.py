@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer_neuron.ops.rope import turn_pairs
+
 _CHUNK_ELEMENTS = 1 << 20
 """Elements turned at once: 8 MiB for each fp64 intermediate."""
 
@@ -28,10 +30,6 @@ def rotate_(x: Tensor, turns: Tensor, *, interleaved: bool, inverse: bool) -> No
             sin = -sin
         first = part[..., 0::2] if interleaved else part[..., :half]
         second = part[..., 1::2] if interleaved else part[..., half:]
-        # The product of two fp32 numbers is exact in fp64: adding there is the fused operation.
-        a, b = first.to(torch.float64), second.to(torch.float32)
-        c, s = cos.to(torch.float64), sin.to(torch.float64)
-        turned0 = torch.addcmul((b * -sin).to(torch.float64), a, c)
-        turned1 = torch.addcmul((b * cos).to(torch.float64), a, s)
-        first.copy_(turned0.to(torch.float32))
-        second.copy_(turned1.to(torch.float32))
+        turned = turn_pairs(first.to(torch.float32), second.to(torch.float32), cos, sin)
+        first.copy_(turned[0])
+        second.copy_(turned[1])

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from deepinfer_neuron.ops.verify import ROW_POSITION_STEP
 from deepinfer_neuron.runner.pack_drafts import DraftPlan
 from deepinfer_neuron.runner.sequence import SequenceData
 from deepinfer_neuron.runner.worker import Worker
@@ -15,8 +16,6 @@ from deepinfer_neuron.sampling.drafts import Draft, legal_drafts
 from deepinfer_neuron.sampling.sampler import Sampler
 
 LOWEST_TEMPERATURE = 1e-5
-PLACE_STEP = 10_000_019
-"""Distance of the random positions of one token drafted at neighbouring places of a block."""
 
 
 class DraftSource(Protocol):
@@ -100,7 +99,7 @@ class Drafter:
             )
             # A position drafted again at another place gets other random words: otherwise the
             # confidences of the old block would tell something about the draws of the new one.
-            positions = [len(item) + place * (1 + PLACE_STEP) for item in data]
+            positions = [len(item) + place * (1 + ROW_POSITION_STEP) for item in data]
             previous, laws = self._sampler.propose(biased, states, positions)
             rows = zip(drafts, previous.tolist(), _finite(trust), laws, strict=True)
             for row, token, chance, law in rows:

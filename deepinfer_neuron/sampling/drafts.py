@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer_neuron.ops.draft_input import split_rows_by_confidence
 from deepinfer_neuron.sampling.state import Matcher, SamplingState
 
 _WORD_BITS = 32
@@ -50,15 +51,14 @@ def split_budget(survivals: Sequence[NDArray[np.float32]], total: int) -> list[i
         survivals: per sequence, from :func:`survival`.
         total: drafts that may be verified together.
     """
-    entries = [
-        (-float(chance), row, place)
-        for row, chances in enumerate(survivals)
-        for place, chance in enumerate(chances)
-    ]
-    counts = [0] * len(survivals)
-    for _, row, _ in sorted(entries)[: max(0, total)]:
-        counts[row] += 1
-    return counts
+    width = max((len(chances) for chances in survivals), default=0)
+    # Less than any chance, so that missing drafts come last.
+    table = torch.full((len(survivals), width), -1.0)
+    for row, chances in enumerate(survivals):
+        table[row, : len(chances)] = torch.from_numpy(chances)
+    available = sum(len(chances) for chances in survivals)
+    rows = split_rows_by_confidence(len(survivals) + min(total, available), table)
+    return (rows - 1).tolist()
 
 
 def legal_drafts(state: SamplingState, drafts: Sequence[Draft]) -> int:

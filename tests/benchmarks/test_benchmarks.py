@@ -15,9 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import host_speed
 from benchmarks.experts import recorded_experts
 from benchmarks.machine import QUICK_PROBE, Machine, examine
+from benchmarks.markers import markers, write_between
 from benchmarks.measure import Task, measure_load, measure_memory, measure_speed
 from benchmarks.memory import in_child, peak_bytes, resident
-from benchmarks.report import BEGIN, END, render, write_between_markers
+from benchmarks.report import render
 from benchmarks.results import Load, Memory, ModelResult, Report, Speed, WeightsResult
 from benchmarks.timing import Budget, durations, repetitions
 from benchmarks.traffic import Traffic
@@ -32,6 +33,7 @@ from deepinfer_neuron.runner.worker import Worker
 CheckpointDir = Callable[..., Path]
 OpenCheckpoint = Callable[..., Checkpoint]
 
+BEGIN, END = markers(host_speed.NAME)
 SIZES = Sizes(24, (1, 3), 10, 30, Budget(1, 0.0), Budget(2, 60.0))
 
 
@@ -261,8 +263,8 @@ def test_report_shows_every_configuration(report: Report) -> None:
 def test_tables_replace_what_stands_between_the_markers(tmp_path: Path) -> None:
     document = tmp_path / "doc.md"
     document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_between_markers(document, "new\n")
-    write_between_markers(document, "newer\n")
+    write_between(document, host_speed.NAME, "new\n")
+    write_between(document, host_speed.NAME, "newer\n")
     assert document.read_text() == f"before\n{BEGIN}\n\nnewer\n\n{END}\nafter\n"
 
 
@@ -270,7 +272,7 @@ def test_a_document_without_markers_is_left_alone(tmp_path: Path) -> None:
     document = tmp_path / "doc.md"
     document.write_text(f"{END} {BEGIN}")
     with pytest.raises(ValueError, match="add them where the tables belong"):
-        write_between_markers(document, "new\n")
+        write_between(document, host_speed.NAME, "new\n")
     assert document.read_text() == f"{END} {BEGIN}"
 
 

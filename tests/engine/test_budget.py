@@ -159,13 +159,14 @@ class TestFiles:
 
     def test_keys_tell_settings_apart(self) -> None:
         keys = {
-            curve_key("a", (1, 2), "packed", 1),
-            curve_key("b", (1, 2), "packed", 1),
-            curve_key("a", (1, 4), "packed", 1),
-            curve_key("a", (1, 2), "expanded", 1),
-            curve_key("a", (1, 2), "packed", 2),
+            curve_key("a", (1, 2), "packed", "free", 1),
+            curve_key("b", (1, 2), "packed", "free", 1),
+            curve_key("a", (1, 4), "packed", "free", 1),
+            curve_key("a", (1, 2), "expanded", "free", 1),
+            curve_key("a", (1, 2), "packed", "free", 2),
+            curve_key("a", (1, 2), "packed", "fixed", 1),
         }
-        assert len(keys) == 5
+        assert len(keys) == 6
 
     @pytest.mark.parametrize(
         ("most", "counts"),

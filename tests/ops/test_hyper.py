@@ -20,6 +20,7 @@ from deepinfer_neuron.ops.hyper import (
     fused_multiply_add,
     mix_coefficients,
     sinkhorn,
+    stream_mean,
 )
 from tests.ops.number_formats import Floats, bf16, fused, normal, same_bits, wide
 
@@ -261,3 +262,19 @@ class TestCollapseAndExpand:
             alone = Mix(*(x[part] for x in mix))
             got = expand(out[part], trunk[part], alone, FIXED)
             assert same_bits(got, expand(out, trunk, mix, FIXED)[part])
+
+
+def test_mean_of_the_streams() -> None:
+    """Exact sums, one rounding."""
+    x = torch.tensor([[[1.0, 256.0], [2.0, 1.0], [3.0, 1.0], [4.0, 0.0]]], dtype=torch.bfloat16)
+    assert stream_mean(x, FREE).tolist() == [[2.5, 64.5]]
+
+
+def test_the_mean_leaves_its_input_alone() -> None:
+    for streams in (1, 4):
+        x = normal((3, streams, 8), 1)
+        before = x.clone()
+        mean = stream_mean(x, FREE)
+        assert same_bits(x, before)
+        if streams == 1:
+            assert same_bits(mean, x[:, 0])

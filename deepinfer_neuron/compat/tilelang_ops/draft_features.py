@@ -8,7 +8,8 @@ from functools import cache
 from torch import Tensor
 
 from deepinfer_neuron.errors import ConfigError
-from deepinfer_neuron.ops.streams import stream_mean
+from deepinfer_neuron.ops.arithmetic import free_arithmetic
+from deepinfer_neuron.ops.hyper import stream_mean
 
 _WORKSPACE_ELEMENTS = 1 << 20
 """Elements averaged at once, so that intermediates stay in cache."""
@@ -29,6 +30,6 @@ def dflash_input_store_tl(n_embed: int, hc_mult: int) -> Callable[[Tensor, Tenso
     def kernel(x: Tensor, out: Tensor) -> None:
         for start in range(0, x.shape[0], step):
             rows = slice(start, start + step)
-            out[rows] = stream_mean(x[rows])
+            out[rows] = stream_mean(x[rows], free_arithmetic())
 
     return kernel

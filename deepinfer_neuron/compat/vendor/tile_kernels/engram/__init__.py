@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepinfer_neuron.compat.vendor.operands import arithmetic, require, shape
-from deepinfer_neuron.ops.memory_gate import gated_read
+from deepinfer_neuron.ops.engram import engram_update
 from deepinfer_neuron.ops.ngram_hash import ngram_rows
 
 __all__ = ["engram_gate_fwd", "engram_hash", "fused_weight"]
@@ -76,7 +76,7 @@ def engram_gate_fwd(
         f"engram_gate_fwd: hidden states are {shape(hidden_states)}, kv {shape(kv)} and the weight "
         f"{shape(weight_fused)}; give [T, hc, H], [T, hc + 1, H] and [hc, H].",
     )
-    out = gated_read(hidden_states, kv, weight_fused, eps, clamp_value, arithmetic())
+    out = engram_update(hidden_states, kv, weight_fused, eps, arithmetic(), clamp_value)
     if image_token_mask is not None:
         out = hidden_states.where(image_token_mask[:, None, None], out)
     if inplace:

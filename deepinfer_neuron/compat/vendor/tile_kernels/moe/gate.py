@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from deepinfer_neuron.compat.vendor.operands import require, shape
-from deepinfer_neuron.ops.expert_gate import Replicas, choose, gate_scores, random_choice, shares
+from deepinfer_neuron.ops.expert_gate import Replicas, gate_scores, random_choice
+from deepinfer_neuron.ops.moe import choose, shares
 
 
 def moe_topk_gate(

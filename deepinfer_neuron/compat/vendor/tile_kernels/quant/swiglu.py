@@ -9,8 +9,8 @@ from deepinfer_neuron.compat.vendor.knobs import KNOBS
 from deepinfer_neuron.compat.vendor.operands import Scaled, arithmetic, require, shape
 from deepinfer_neuron.compat.vendor.tile_kernels.quant.rows import per_token_cast
 from deepinfer_neuron.compat.vendor.tile_kernels.torch.casting import checked_format
-from deepinfer_neuron.ops.gated import gated
 from deepinfer_neuron.ops.grouped_gemm import expert_rows
+from deepinfer_neuron.ops.moe import gated
 
 
 def swiglu_forward(x: Tensor, fmt: str) -> Tensor:
@@ -24,7 +24,8 @@ def swiglu_forward(x: Tensor, fmt: str) -> Tensor:
         ``[N, F]``.
     """
     checked_format(fmt, ("bf16", "fp32"))
-    out = gated(x, None, None, arithmetic())
+    gate, up = x.chunk(2, dim=1)
+    out = gated(gate, up, None, None, arithmetic())
     return out.to(torch.bfloat16) if fmt == "bf16" else out
 
 
@@ -69,9 +70,10 @@ def swiglu_forward_and_per_token_cast(
         parts = expert_rows(psum_num_tokens_per_expert, KNOBS.token_alignment, x.shape[0])
         spans = [torch.arange(part.start, part.stop) for part in parts]
         rows = torch.cat([*spans, torch.arange(0)]).to(x.device)
-    share = None if topk_weights is None else topk_weights[rows]
+    share = None if topk_weights is None else topk_weights[rows, None]
     wide = torch.zeros(x.shape[0], x.shape[1] // 2, dtype=torch.float32, device=x.device)
-    wide[rows] = gated(x[rows], share, clamp_value, arithmetic())
+    gate, up = x[rows].chunk(2, dim=1)
+    wide[rows] = gated(gate, up, share, clamp_value, arithmetic())
     if num_per_channels is None:
         return wide.to(torch.bfloat16)
     return per_token_cast(
