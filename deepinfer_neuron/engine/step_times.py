@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 _STAMP = re.compile(r"\.[0-9]{1,12}")
 _WARM_UP, _TIMED = 1, 5
+_CLOCK_SECONDS = 60
+"""How far the clocks of machines that share a directory may differ."""
 _GRACE_SECONDS = 2 * 3600
 """Expired files younger than this may still be read by an engine that is starting."""
 
@@ -44,6 +46,8 @@ class CurveFiles:
         for age, path in sorted((self._age(path), path) for path in self._files(key)):
             if age > self.ttl_seconds:
                 return None
+            if age < -_CLOCK_SECONDS:
+                continue
             try:
                 read = json.loads(path.read_text())
                 times = [float(value) for value in read] if isinstance(read, list) else []

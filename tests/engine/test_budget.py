@@ -136,6 +136,10 @@ class TestFiles:
         (tmp_path / f"k.b.{int(time.time()) - 5}").write_text("[1, 2, 3]")
         assert files.load("k", self.ROWS) == StepCurve(self.ROWS, (1, 2, 3))
 
+    def test_a_file_from_the_future_never_counts(self, tmp_path: Path) -> None:
+        (tmp_path / f"k.a.{int(time.time()) + 5000}").write_text("[1, 1, 1]")
+        assert CurveFiles(tmp_path, 3600).load("k", self.ROWS) is None
+
     def test_other_files_are_left_alone(self, tmp_path: Path) -> None:
         for name in ("x.y.²", "notes", "k.a.b", "k..-5"):
             (tmp_path / name).write_text("kept")
