@@ -21,7 +21,7 @@ LENGTHS = {"short": 12, "long": 200}
 
 _TRIES = 6
 _CLEAR_MARGIN = 0.02
-"""Least distance of the two largest logits at which no other order of sums can swap them."""
+"""Distance of the two largest logits that is looked for, far above what orders of sums move."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def load(directory: Path) -> list[GoldenPrompt]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"{path} holds no golden tokens ({type(error).__name__}: {error}); write them with "
-            "`deepinfer-neuron tiny`, which computes them for its checkpoints"
+            "`deepinfer-neuron tiny --golden`"
         ) from error
 
 
