@@ -32,8 +32,8 @@ class Progress:
     verified: int = 0
     """Drafts that the step verified."""
     accepted: int = 0
-    """New tokens before the last one: each was a draft. The last one may be one too, if the sequence
-    ends with it."""
+    """New tokens before the last one: each was a draft. The last one may be a draft too, if the
+    sequence ends with it."""
     confidences: tuple[float, ...] = ()
     """Of the verified drafts."""
     next_confidences: tuple[float, ...] = ()
