@@ -34,10 +34,11 @@ class Load:
     output_tokens: int
     prefix_tokens: int
     schedule_sizes: tuple[int, ...]
+    repeats: int
 
 
-FULL = Load(32, 96, 32, 1024, (1, 32, 256))
-QUICK = Load(4, 20, 4, 256, (1, 4))
+FULL = Load(32, 96, 32, 1024, (1, 32, 256), 5)
+QUICK = Load(4, 20, 4, 256, (1, 4), 1)
 
 
 @dataclass(frozen=True)
@@ -78,20 +79,23 @@ def timed(
 def batching(directory: Path, load: Load) -> list[Row]:
     """All requests together against one after the other, asynchronous against synchronous."""
     rows = []
-    seconds: dict[str, float] = {}
-    for name, asynchronous in (("asynchronous", True), ("synchronous", False)):
+    times: dict[str, list[float]] = {"asynchronous": [], "synchronous": []}
+    alone = 0.0
+    # In turns, so that a slower phase of the machine meets both.
+    for name in ("asynchronous", "synchronous") * load.repeats:
         with LLM(
             directory,
             nextn=0,
-            asynchronous=asynchronous,
+            asynchronous=name == "asynchronous",
             enable_prefix_caching=False,
             max_model_len=2048,
         ) as llm:
             batch = prompts(load.requests, load.prompt_tokens, llm.checkpoint.config.vocab_size)
             timed(llm, batch[:1], 2)
-            seconds[name], _ = timed(llm, batch, load.output_tokens)
-            if asynchronous:
+            times[name].append(timed(llm, batch, load.output_tokens)[0])
+            if not alone:
                 alone = sum(timed(llm, [one], load.output_tokens)[0] for one in batch)
+    seconds = {name: statistics.median(measured) for name, measured in times.items()}
     total = load.requests * load.output_tokens
     speed = total / seconds["asynchronous"]
     rows.append(
