@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer, made from a word list instead of a corpus.
+"""A small byte-level BPE tokenizer, made from a word list or from the pieces of a text.
 
 It has the structure of the released tokenizer at any vocabulary size: ids 0 to 2 are the sentence
 and padding tokens, 3 to 258 the byte symbols, then merges, and at the top the control tokens that
@@ -12,7 +12,7 @@ import heapq
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from deepinfer_neuron.errors import ConfigError
@@ -116,7 +116,7 @@ _OTHER_TEXTS = (
 
 # One to three digits; runs of Han and kana; words with their leading blank, punctuation with the
 # line ends behind it, and blanks.
-_PRETOKEN_PATTERNS = (
+PRETOKEN_PATTERNS = (
     r"\p{N}{1,3}",
     r"[\u4E00-\u9FA5\u3040-\u30FF]+",
     r"[!-/:-@\[-`{-~][A-Za-z]+"
@@ -245,15 +245,23 @@ def _added_token(token: str, token_id: int) -> dict[str, object]:
     }
 
 
-def build_tokenizer(vocab_size: int) -> dict[str, object]:
+def build_tokenizer(
+    vocab_size: int, counts: Mapping[str, int] | None = None
+) -> dict[str, object]:
     """The content of ``tokenizer.json`` for a vocabulary of exactly ``vocab_size`` ids.
 
+    Args:
+        vocab_size: ids in all, control tokens included.
+        counts: frequency of every piece that :data:`PRETOKEN_PATTERNS` cut a text into; the
+            built-in word list when not given.
+
     Raises:
-        ConfigError: ``vocab_size`` leaves no room for merges, or more than the word list fills.
+        ConfigError: ``vocab_size`` leaves no room for merges, or more than the pieces fill.
     """
     first_control = vocab_size - len(_CONTROL_TOKENS)
     wanted = first_control - _FIRST_MERGE_ID
-    counts = training_counts(derivations=wanted > _PLAIN_MERGES)
+    if counts is None:
+        counts = training_counts(derivations=wanted > _PLAIN_MERGES)
     merges = _MergeTrainer(counts.items()).merges(max(wanted, 1))
     if wanted < 1 or len(merges) < wanted:
         least = _FIRST_MERGE_ID + len(_CONTROL_TOKENS) + 1
@@ -267,7 +275,7 @@ def build_tokenizer(vocab_size: int) -> dict[str, object]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     splits = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        for regex in _PRETOKEN_PATTERNS
+        for regex in PRETOKEN_PATTERNS
     ]
     return {
         "version": "1.0",
@@ -295,10 +303,13 @@ def build_tokenizer(vocab_size: int) -> dict[str, object]:
     }
 
 
-def write_tokenizer(directory: Path, vocab_size: int, max_length: int) -> Path:
+def write_tokenizer(
+    directory: Path, vocab_size: int, max_length: int, counts: Mapping[str, int] | None = None
+) -> Path:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``; return the path of the first.
 
-    ``max_length`` is the longest context, recorded as ``model_max_length``.
+    ``max_length`` is the longest context, recorded as ``model_max_length``; ``counts`` are those of
+    :func:`build_tokenizer`.
 
     Raises:
         ConfigError: no tokenizer of that size can be made, see :func:`build_tokenizer`.
@@ -316,7 +327,7 @@ def write_tokenizer(directory: Path, vocab_size: int, max_length: int) -> Path:
     }
     path = directory / "tokenizer.json"
     path.write_text(
-        json.dumps(build_tokenizer(vocab_size), ensure_ascii=False, separators=(",", ":")),
+        json.dumps(build_tokenizer(vocab_size, counts), ensure_ascii=False, separators=(",", ":")),
         encoding="utf-8",
         newline="\n",
     )

@@ -1,0 +1,1 @@
+"""The recipe of the small trained model that ships with the package."""
