@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 
 from tqdm import tqdm
 
+from deepinfer_neuron.assets import model_or_demo
 from deepinfer_neuron.checkpoint.reader import Checkpoint
 from deepinfer_neuron.engine.build import Parts, build_engine
 from deepinfer_neuron.engine.config import EngineOptions, check_integer
@@ -150,7 +151,7 @@ class LLM:
     below: whoever steps it by hand must be the only one to use the object.
 
     Args:
-        model: checkpoint directory.
+        model: checkpoint directory; the small demo model of the package when not given.
         tokenizer: directory of the tokenizer files, if not the checkpoint's.
         device: ``"cpu"``.
         dtype: ``"bfloat16"``, the only activation format the checkpoints are made for.
@@ -186,7 +187,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | None = None,
         *,
         tokenizer: str | Path | None = None,
         device: str = "cpu",
@@ -209,7 +210,7 @@ class LLM:
         if dtype != "bfloat16":
             raise ConfigError(f"dtype {dtype!r} is not supported; use 'bfloat16'")
         self._seed = check_integer("seed", seed, 0, 2**64 - 1)
-        self.checkpoint = Checkpoint.open(model)
+        self.checkpoint = Checkpoint.open(model_or_demo(model))
         config = self.checkpoint.config
         self.tokenizer = Tokenizer.load(tokenizer or self.checkpoint.directory, config)
         memory = platform.available_memory_bytes()

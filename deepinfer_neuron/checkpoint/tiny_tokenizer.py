@@ -245,9 +245,7 @@ def _added_token(token: str, token_id: int) -> dict[str, object]:
     }
 
 
-def build_tokenizer(
-    vocab_size: int, counts: Mapping[str, int] | None = None
-) -> dict[str, object]:
+def build_tokenizer(vocab_size: int, counts: Mapping[str, int] | None = None) -> dict[str, object]:
     """The content of ``tokenizer.json`` for a vocabulary of exactly ``vocab_size`` ids.
 
     Args:

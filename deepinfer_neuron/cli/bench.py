@@ -22,7 +22,9 @@ _LABEL_WIDTH = 26
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the benchmark."""
-    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory")
+    parser.add_argument(
+        "--model", metavar="DIR", help="checkpoint directory (default: the demo model)"
+    )
     parser.add_argument(
         "--input-len",
         type=int,

@@ -68,7 +68,9 @@ def collect_prompts(prompts: Sequence[str], prompt_file: str | None) -> list[str
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory")
+    parser.add_argument(
+        "--model", metavar="DIR", help="checkpoint directory (default: the demo model)"
+    )
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt (repeatable)"
     )

@@ -46,7 +46,7 @@ def compute(checkpoint: Checkpoint) -> list[GoldenPrompt]:
         best: GoldenPrompt | None = None
         for attempt in range(_TRIES):
             prompt = _random_prompt(checkpoint, length, attempt)
-            candidate = GoldenPrompt(name, prompt, *_continue(network, prompt))
+            candidate = golden_prompt(network, name, prompt)
             if best is None or candidate.margin > best.margin:
                 best = candidate
             if best.margin >= _CLEAR_MARGIN:
@@ -91,11 +91,12 @@ def _random_prompt(checkpoint: Checkpoint, length: int, attempt: int) -> list[in
     return [int(t) for t in generator.integers(3, checkpoint.config.vocab_size // 2, length)]
 
 
-def _continue(network: Network, prompt: Sequence[int]) -> tuple[list[int], float]:
+def golden_prompt(network: Network, name: str, prompt: Sequence[int]) -> GoldenPrompt:
+    """A prompt with its golden tokens."""
     tokens, margin = list(prompt), float("inf")
     for _ in range(TOKENS):
         logits = network.logits(tokens)[-1]
         first, second = logits.topk(2).values.tolist()
         margin = min(margin, first - second)
         tokens.append(int(lowest_maximum(logits)))
-    return tokens[len(prompt) :], margin
+    return GoldenPrompt(name, list(prompt), tokens[len(prompt) :], margin)

@@ -1,6 +1,7 @@
 """Greedy decoding with drafts, compared with golden tokens of the reference computation.
 
-Make a checkpoint with its golden tokens, then run it:
+Without a model it runs the demo model of the package. Or make a checkpoint with its golden tokens
+and run that:
 
     deepinfer-neuron tiny --out tiny --golden
     python examples/neuron/run_deepinfer_tiny.py --model tiny --nextn 5
@@ -16,13 +17,16 @@ import sys
 from pathlib import Path
 
 from deepinfer_neuron import LLM, SamplingParams
+from deepinfer_neuron.assets import model_or_demo
 from deepinfer_neuron.errors import DeepInferNeuronError
 from deepinfer_neuron.reference import golden
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint directory")
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint directory (default: the demo model)"
+    )
     parser.add_argument("--nextn", type=int, metavar="N", help="drafts per step, 0 for none")
     parser.add_argument("--device", default="cpu", help="default %(default)s")
     args = parser.parse_args()
@@ -34,9 +38,10 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    prompts = golden.load(Path(args.model))
+    model = model_or_demo(args.model)
+    prompts = golden.load(model)
     wrong = 0
-    with LLM(args.model, device=args.device, nextn=args.nextn, max_model_len=1024) as llm:
+    with LLM(model, device=args.device, nextn=args.nextn, max_model_len=1024) as llm:
         for prompt in prompts:
             params = SamplingParams(
                 temperature=0.0, max_tokens=len(prompt.token_ids), ignore_eos=True

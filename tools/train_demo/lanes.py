@@ -124,9 +124,7 @@ class Lanes:
         clip = min(1.0, memory.optimizer.rates.clip / (norm + 1e-12))
         memory.optimizer.step += 1
         number = memory.optimizer.step
-        self._all(
-            ("update", factor, clip, number), lambda: memory.update(0, factor, clip, number)
-        )
+        self._all(("update", factor, clip, number), lambda: memory.update(0, factor, clip, number))
         return shares, norm
 
     def _all(self, command: tuple[object, ...], own: Callable[[], object]) -> list:

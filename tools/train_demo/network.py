@@ -102,7 +102,8 @@ class Network:
         for layer in c.layers:
             prefix = f"layers.{layer.index}."
             if layer.engram is not None:
-                trunk = self.engram(w, prefix, layer.engram, trunk, ids)
+                rows = self.engram_rows(layer.engram, ids).flatten(0, 1)
+                trunk = self.engram(w, prefix, trunk, rows)
             if layer.index in targets:
                 features.append(trunk.detach().to(torch.float32).mean(1).to(trunk.dtype))
             x, flat = Collapse.apply(trunk, mix, w[prefix + "attn_norm.weight"], c.rms_norm_eps)
@@ -155,6 +156,10 @@ class Network:
             angle = angle.double()
             self._turns[key] = (angle.cos().float(), angle.sin().float())
         return self._turns[key]
+
+    def turned(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Rotate ``[B, P, D]`` forward."""
+        return Rope.apply(x.contiguous(), cosine, sine, 1.0)
 
     # Attention.
 
@@ -223,15 +228,23 @@ class Network:
         self, w: dict[str, Tensor], prefix: str, layer: LayerSpec, x: Tensor, state: Published
     ) -> None:
         """Publish the compressed keys of this layer's input."""
+        state.latent = self.pool(w, prefix, layer, x)
+        turns = self.turns(True, state.latent.shape[1], layer.ratio)
+        state.compressed = self.turned_entry(state.latent, *turns)
+
+    def pool(self, w: dict[str, Tensor], prefix: str, layer: LayerSpec, x: Tensor) -> Tensor:
+        """Normed latents ``[B, T / ratio, Dh]`` of inputs ``[B, T, D]``."""
         prefix += "compressor."
         pooled = x @ w[prefix + "wkv.weight"].t()
         if layer.ratio > 1:
             score = x @ w[prefix + "wgate.weight"].t()
             share = score.unflatten(1, (-1, layer.ratio)).float().softmax(2)
             pooled = (pooled.unflatten(1, (-1, layer.ratio)).float() * share).sum(2).to(x.dtype)
-        state.latent = self.norm(pooled, w[prefix + "norm.weight"])
-        turned = Rope.apply(state.latent, *self.turns(True, pooled.shape[1], layer.ratio), 1.0)
-        state.compressed = self.quantize(turned, kernels.COMPRESSED_KEY)
+        return self.norm(pooled, w[prefix + "norm.weight"])
+
+    def turned_entry(self, latent: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Compressed keys of latents."""
+        return self.quantize(Rope.apply(latent, cosine, sine, 1.0), kernels.COMPRESSED_KEY)
 
     # Indexer.
 
@@ -263,9 +276,7 @@ class Network:
             if layer.is_candidate_source:
                 state.allowed = self.candidate_blocks(score, layer)
             bounded = layer.candidate_source is not None
-            state.mask = self.select(
-                score, state.allowed if bounded else None, layer, c.index_topk
-            )
+            state.mask = self.select(score, state.allowed if bounded else None, layer, c.index_topk)
         if options.index_rows == 0:
             return None
         return self.index_loss(w, prefix, layer, x, latent, query, state, options.index_rows)
@@ -281,30 +292,42 @@ class Network:
         rows: int,
     ) -> Tensor:
         """Index scores ``[rows, T, m]``, learning nothing but the indexer's own weights."""
-        c = self.config
-        own = f"layers.{layer.index_k_source}.attn.indexer."
-        prefix += "indexer."
         assert state.index_keys is not None
-        length = x.shape[1]
-        keys = state.index_keys[:rows] @ w[own + "wk.weight"].t()
-        keys = self.norm(keys, w[own + "k_norm.weight"])
-        keys = Rope.apply(keys, *self.turns(True, keys.shape[1], layer.ratio), 1.0)
-        keys = self.quantize(keys, kernels.INDEX_OPERAND)
-        query = latent[:rows].detach() @ w[prefix + "wq_b"].t()
+        latents = state.index_keys[:rows]
+        keys = self.index_keys(w, layer, latents, *self.turns(True, latents.shape[1], layer.ratio))
+        turns = self.turns(True, x.shape[1], 1)
+        query = self.index_queries(w, prefix, latent[:rows].detach(), *turns)
+        weight = x[:rows].detach() @ w[prefix + "indexer.weights_proj.weight"].t()
+        return self.index_products(query, keys, weight)
+
+    def index_keys(
+        self, w: dict[str, Tensor], layer: LayerSpec, latent: Tensor, cosine: Tensor, sine: Tensor
+    ) -> Tensor:
+        """Index keys ``[B, m, Di]`` of latents, with the weights of the layer's key source."""
+        own = f"layers.{layer.index_k_source}.attn.indexer."
+        keys = self.norm(latent @ w[own + "wk.weight"].t(), w[own + "k_norm.weight"])
+        return self.quantize(Rope.apply(keys, cosine, sine, 1.0), kernels.INDEX_OPERAND)
+
+    def index_queries(
+        self, w: dict[str, Tensor], prefix: str, latent: Tensor, cosine: Tensor, sine: Tensor
+    ) -> Tensor:
+        """Index queries ``[B, T, Hi, Di]``."""
+        c = self.config
+        query = latent @ w[prefix + "indexer.wq_b"].t()
         query = query.unflatten(-1, (c.index_n_heads, c.index_head_dim)).contiguous()
-        query = Rope.apply(query, *self.turns(True, length, 1), 1.0)
-        query = self.quantize(query, kernels.INDEX_OPERAND)
-        weight = x[:rows].detach() @ w[prefix + "weights_proj.weight"].t()
+        return self.quantize(Rope.apply(query, cosine, sine, 1.0), kernels.INDEX_OPERAND)
+
+    def index_products(self, query: Tensor, keys: Tensor, weight: Tensor) -> Tensor:
+        """Scores ``[B, T, m]``: weighted sum of the heads' positive products."""
+        batch, length, heads, _ = query.shape
         dot = torch.bmm(query.flatten(1, 2), keys.transpose(1, 2)).relu()
-        dot = dot.view(rows, length, c.index_n_heads, -1)
+        dot = dot.view(batch, length, heads, -1)
         total = dot[:, :, 0] * weight[:, :, 0, None]
-        for head in range(1, c.index_n_heads):
+        for head in range(1, heads):
             total = total + dot[:, :, head] * weight[:, :, head, None]
         return total
 
-    def select(
-        self, score: Tensor, allowed: Tensor | None, layer: LayerSpec, limit: int
-    ) -> Tensor:
+    def select(self, score: Tensor, allowed: Tensor | None, layer: LayerSpec, limit: int) -> Tensor:
         """The best visible entries of every query: uint8 ``[B, T, m]``."""
         mask = torch.empty(score.shape, dtype=torch.uint8)
         rows, entries = score.shape[0] * score.shape[1], score.shape[2]
@@ -325,7 +348,7 @@ class Network:
     def candidate_blocks(self, score: Tensor, layer: LayerSpec) -> Tensor:
         """The entries inside every query's best blocks: uint8 ``[B, T, m]``."""
         c = self.config
-        batch, length, entries = score.shape
+        _, length, entries = score.shape
         size = c.candidate_block_size
         visible = (torch.arange(length) + 1) // layer.ratio
         hidden = torch.arange(entries) >= visible[:, None]
@@ -335,7 +358,9 @@ class Network:
         last = (visible - 1) // size
         best[:, torch.arange(length), last] = math.inf
         if best.shape[2] > c.candidate_topk_blocks:
-            order = best.argsort(dim=2, descending=True, stable=True)[..., : c.candidate_topk_blocks]
+            order = best.argsort(dim=2, descending=True, stable=True)[
+                ..., : c.candidate_topk_blocks
+            ]
             kept = torch.zeros(best.shape, dtype=torch.uint8).scatter_(2, order, 1)
         else:
             kept = torch.ones(best.shape, dtype=torch.uint8)
@@ -417,22 +442,17 @@ class Network:
             columns.append(mixed[..., None] % primes + offsets)
         return torch.cat(columns, -1)
 
-    def engram(
-        self, w: dict[str, Tensor], prefix: str, layer: int, trunk: Tensor, ids: Tensor
-    ) -> Tensor:
-        """Add the gated memory to every stream of ``[T, M, D]``."""
+    def engram(self, w: dict[str, Tensor], prefix: str, trunk: Tensor, rows: Tensor) -> Tensor:
+        """Add the gated memory of table rows ``[T, columns]`` to the streams ``[T, M, D]``."""
         c = self.config
-        rows = self.engram_rows(layer, ids).view(-1)
         fetched = torch.nn.functional.embedding(rows, w[prefix + "engram.embed"])
-        fetched = self.quantize(fetched).view(len(trunk), -1)
+        fetched = self.quantize(fetched).flatten(1)
         kv = (fetched @ w[prefix + "engram.wkv"].t()).unflatten(1, (c.hc_mult + 1, -1))
         weight = w[prefix + "engram.q_weight"] * w[prefix + "engram.k_weight"]
         return Engram.apply(trunk, kv, weight, c.rms_norm_eps)
 
 
-def network_for(
-    config: ModelConfig, hasher: EngramHasher | None, precision: Precision
-) -> Network:
+def network_for(config: ModelConfig, hasher: EngramHasher | None, precision: Precision) -> Network:
     """The network of a configuration; Engram's folded vocabulary comes from its hasher."""
     table = torch.zeros(0, dtype=torch.int64)
     if hasher is not None:

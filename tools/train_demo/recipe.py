@@ -56,7 +56,7 @@ class MainTraining:
 
     stages: tuple[Stage, ...]
     warmup: int = 60
-    decay: int = 700
+    decay: int = 240
     """Last steps, in which the learning rate falls, linearly, to ``floor``."""
     floor: float = 0.02
     matrix_rate: float = 0.02
@@ -117,8 +117,20 @@ class DraftTraining:
     bias_rate: float = 2e-3
     confidence_weight: float = 0.5
     quantized_from: float = 0.5
-    """Share of the steps after which weights and activations are quantized."""
+    """Share of the steps after which the weights are quantized; activations always are."""
     checkpoint_every: int = 50
+
+    @property
+    def rates(self) -> Rates:
+        """Peak rates for the optimizer."""
+        return Rates(
+            self.matrix_rate,
+            self.vector_rate,
+            self.embedding_rate,
+            self.momentum,
+            self.weight_decay,
+            self.clip,
+        )
 
 
 @dataclass(frozen=True)
@@ -201,9 +213,9 @@ def demo_preset() -> Preset:
 def demo_recipe() -> Recipe:
     """The recipe of the shipped model."""
     stages = (
-        Stage(400, 256, 24, sparse=False, quantized=False),
-        Stage(400, 256, 24, sparse=True, quantized=False),
-        Stage(1300, 256, 24, sparse=True, quantized=True),
+        Stage(210, 256, 24, sparse=False, quantized=False),
+        Stage(60, 256, 24, sparse=True, quantized=False),
+        Stage(250, 256, 24, sparse=True, quantized=True),
     )
     return Recipe(demo_preset(), MainTraining(stages))
 
@@ -218,8 +230,12 @@ def toy_recipe() -> Recipe:
     return Recipe(
         replace(preset, text={**preset.text, "vocab_size": 512}),
         MainTraining(stages, warmup=2, decay=3, checkpoint_every=2, index_rows=1),
-        DraftTraining(steps=4, sequences=2, context=32, anchors=3, warmup=1, decay=2, checkpoint_every=2),
+        DraftTraining(
+            steps=4, sequences=2, context=32, anchors=3, warmup=1, decay=2, checkpoint_every=2
+        ),
         Continuations(prompts=4, prompt_tokens=(8, 16), batch=2),
+        lanes=1,
+        held_out=5,
     )
 
 

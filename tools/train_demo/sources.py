@@ -90,9 +90,7 @@ def is_held_out(document: Document, one_in: int) -> bool:
     return int.from_bytes(digest[:4], "big") % one_in == 0
 
 
-def split(
-    found: Sequence[Document], one_in: int
-) -> tuple[list[Document], list[Document]]:
+def split(found: Sequence[Document], one_in: int) -> tuple[list[Document], list[Document]]:
     """Documents to train on, and held-out ones: each held-out chapter in one edition only."""
     train = [document for document in found if not is_held_out(document, one_in)]
     held: dict[str, list[Document]] = {}

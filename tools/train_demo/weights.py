@@ -143,9 +143,7 @@ def _start(config: ModelConfig, slot: Slot, generator: torch.Generator) -> Tenso
     if slot.kind is Kind.TABLE or "markov_head.embed" in name:
         return 0.3 * noise
     gain = 1.0
-    if name.endswith(("wo_b", "w2")):
-        gain = 0.3
-    elif name.endswith(("weights_proj.weight", "head.weight", "engram.wkv", "proj.weight")):
+    if name.endswith(("wo_b", "w2", "weights_proj.weight", "head.weight", "engram.wkv")):
         gain = 0.3
     if "markov_head.head" in name or "confidence" in name:
         gain = 0.0
