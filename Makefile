@@ -14,7 +14,7 @@ TINY := .cache/tiny
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow test-all soak lint format tiny demo bench clean
+.PHONY: help install test test-slow test-all soak lint format tiny demo eval-demo train-demo bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,11 +56,16 @@ format: $(STAMP) ## Format the code
 tiny: $(STAMP)
 	test -f $(TINY)/golden_tokens.json || $(BIN)/deepinfer-neuron tiny --out $(TINY) --golden
 
-demo: tiny ## Generate text with a small random checkpoint
-	$(BIN)/deepinfer-neuron generate --model $(TINY) --max-tokens 24 \
-		--prompt "The capital of France is" \
-		--prompt "Explain in one sentence why the sky is blue."
-	$(BIN)/python examples/neuron/run_deepinfer_tiny.py --model $(TINY)
+demo: $(STAMP) ## Generate text with the demo model, with and without drafts
+	$(BIN)/python examples/neuron/drafts_on_and_off.py
+	$(BIN)/python examples/neuron/run_deepinfer_tiny.py
+
+eval-demo: $(STAMP) ## Measure the demo model on held-out text (some minutes)
+	$(BIN)/python -m tools.train_demo.evaluate
+
+# Goes on where it was interrupted; hours on two cores.
+train-demo: $(STAMP) ## Train the demo model anew into .cache/train_demo
+	$(BIN)/python -m tools.train_demo --folder .cache/train_demo
 
 bench: $(STAMP) ## Measure speed and memory; BENCH="--presets tiny mid" adds a 2 GB model
 	$(BIN)/python -m benchmarks.host_speed $(BENCH)

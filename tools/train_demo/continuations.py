@@ -15,15 +15,15 @@ from tools.train_demo.recipe import Folder, Recipe
 from tools.train_demo.weights import RELEASED, plan, working_copy
 
 FILE = "continuations.npy"
-_PARTS = "continuations.{}.npy"
+FEATURES = "features.npy"
+_PARTS = "continuations.{}.npz"
 
 
 def make(recipe: Recipe, folder: Folder, masters_file: str, quiet: bool = False) -> None:
-    """Write the continuations batch by batch; batches that are there are kept."""
+    """Write the continuations and their features; batches that are there are kept."""
     if folder.path(FILE).exists():
         return
-    numbers = recipe.continuations
-    batches = list(range(-(-numbers.prompts // numbers.batch)))
+    batches = range(-(-recipe.continuations.prompts // recipe.continuations.batch))
     missing = [b for b in batches if not folder.path(_PARTS.format(b)).exists()]
     context = processes.get_context("spawn")
     jobs = [(recipe, folder, masters_file, batch) for batch in missing]
@@ -31,25 +31,25 @@ def make(recipe: Recipe, folder: Folder, masters_file: str, quiet: bool = False)
         for _ in tqdm(pool.imap_unordered(_one, jobs), total=len(jobs), disable=quiet):
             pass
     parts = [np.load(folder.path(_PARTS.format(b))) for b in batches]
-    np.save(folder.path(FILE), np.concatenate(parts))
+    np.save(folder.path(FEATURES), np.concatenate([part["features"] for part in parts]))
+    np.save(folder.path(FILE), np.concatenate([part["ids"] for part in parts]))
     for b in batches:
         folder.path(_PARTS.format(b)).unlink()
 
 
 def _one(job: tuple[Recipe, Folder, str, int]) -> None:
+    """Ids behind the prompt's length, int32, and the bits of the features, int16."""
     recipe, folder, masters_file, batch = job
     torch.set_num_threads(1)
-    data = load(folder)
-    ids = _continue(recipe, folder, data, masters_file, batch)
-    partial = folder.path(f"continuations.{batch}.partial.npy")
-    np.save(partial, ids)
+    ids, features = _continue(recipe, folder, load(folder), masters_file, batch)
+    partial = folder.path(f"partial.{batch}.npz")
+    np.savez(partial, ids=ids, features=features)
     partial.replace(folder.path(_PARTS.format(batch)))
 
 
 def _continue(
     recipe: Recipe, folder: Folder, data: Prepared, masters_file: str, batch: int
-) -> NDArray[np.int32]:
-    """Rows of ``context`` tokens: start, prompt, continuation; the prompt's length in front."""
+) -> tuple[NDArray[np.int32], NDArray[np.int16]]:
     numbers = recipe.continuations
     masters = torch.load(folder.path(masters_file), weights_only=True)["masters"]
     kinds = {slot.name: slot.kind for slot in plan(data.config)[0]}
@@ -61,8 +61,9 @@ def _continue(
     starts = generator.integers(len(data.tokens) - length, size=numbers.batch)
     prompts = np.stack([data.tokens[at : at + length - 1] for at in starts])
     prompts = np.concatenate((np.zeros((numbers.batch, 1), np.int32), prompts), 1)
-    ids = continue_greedily(
+    ids, features = continue_greedily(
         network, work, torch.from_numpy(prompts.astype(np.int64)), recipe.drafts.context
     )
     head = np.full((numbers.batch, 1), length, dtype=np.int32)
-    return np.concatenate((head, ids.numpy().astype(np.int32)), 1)
+    rows = np.concatenate((head, ids.numpy().astype(np.int32)), 1)
+    return rows, features.view(torch.int16).numpy()

@@ -48,6 +48,8 @@ class Decoder:
                     torch.zeros(self.batch, 1, c.hidden_size, dtype=dtype),
                 )
             )
+        width = c.hidden_size * (len(c.draft.target_layer_ids) if c.draft else 0)
+        self.features = torch.zeros(self.batch, self.length, width, dtype=dtype)
         full = self.network.turns(False, self.length, 1), self.network.turns(True, self.length, 1)
         self._turns = full
 
@@ -60,17 +62,23 @@ class Decoder:
         reach = max(0, self.position - 3)
         recent = self.ids[:, reach : self.position + 1]
         mask = allowed = None
+        features: list[Tensor] = []
+        targets = c.draft.target_layer_ids if c.draft is not None else ()
         for layer in c.layers:
             prefix = f"layers.{layer.index}."
             if layer.engram is not None:
                 rows = net.engram_rows(layer.engram, recent)[:, -1]
                 trunk = net.engram(w, prefix, trunk, rows)
+            if layer.index in targets:
+                features.append(net.feature(trunk))
             x, flat = Collapse.apply(trunk, mix, w[prefix + "attn_norm.weight"], c.rms_norm_eps)
             out, mask, allowed = self._attention(prefix + "attn.", layer, x, mask, allowed)
             trunk, mix = net.leave(w, prefix + "hc_attn", trunk, flat, out)
             x, flat = Collapse.apply(trunk, mix, w[prefix + "ffn_norm.weight"], c.rms_norm_eps)
             out, _ = net.experts(w, prefix, x, c.num_experts_per_tok)
             trunk, mix = net.leave(w, prefix + "hc_ffn", trunk, flat, out)
+        if features:
+            self.features[:, self.position] = torch.cat(features, 1)
         self.position += 1
         hidden, _ = Collapse.apply(trunk, mix, w["norm.weight"], c.rms_norm_eps)
         return hidden
@@ -174,12 +182,17 @@ class Decoder:
 @torch.no_grad()
 def continue_greedily(
     network: Network, weights: dict[str, Tensor], prompts: Tensor, length: int
-) -> Tensor:
-    """Prompts ``[B, P]`` and what follows at temperature 0: int64 ``[B, length]``."""
+) -> tuple[Tensor, Tensor]:
+    """Continue prompts ``[B, P]`` at temperature 0.
+
+    Returns:
+        ids int64 ``[B, length]``, and the features for the drafts ``[B, length, targets * D]``
+        (zeros at the last position, which is not run).
+    """
     decoder = Decoder(network, weights, len(prompts), length)
     for at in range(length - 1):
         known = prompts[:, at] if at < prompts.shape[1] else decoder.ids[:, at]
         hidden = decoder.step(known)
         if at + 1 >= prompts.shape[1]:
             decoder.ids[:, at + 1] = (hidden @ weights["head.weight"].t()).argmax(1)
-    return decoder.ids
+    return decoder.ids, decoder.features

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from tools.train_demo.continuations import FILE
+from tools.train_demo.continuations import FEATURES, FILE
 from tools.train_demo.data import Prepared
 from tools.train_demo.drafts import Anchors, DraftNetwork
 from tools.train_demo.functions import CrossEntropy
 from tools.train_demo.lanes import Lanes, Memory, Share, collect
-from tools.train_demo.network import Options, network_for
+from tools.train_demo.network import network_for
 from tools.train_demo.optimizer import Optimizer, schedule
 from tools.train_demo.recipe import Folder, Recipe
 from tools.train_demo.state import Log, State
@@ -39,12 +39,14 @@ class DraftWorker:
     recipe: Recipe
     data: Prepared
     kinds: dict[str, Kind]
-    texts: NDArray[np.int32]
+    folder: Folder
     memory: Memory
 
     def __post_init__(self) -> None:
-        self.network = network_for(self.data.config, self.data.hasher, RELEASED)
-        self.drafts = DraftNetwork(self.network)
+        self.texts: NDArray[np.int32] = np.load(self.folder.path(FILE))
+        self.features: NDArray[np.int16] = np.load(self.folder.path(FEATURES), mmap_mode="r")
+        network = network_for(self.data.config, self.data.hasher, RELEASED)
+        self.drafts = DraftNetwork(network)
         masters = {n: m for n, m in self.memory.masters.items() if not n.startswith("mtp.")}
         # The network is finished: its weights are quantized once.
         self.fixed = working_copy(masters, self.kinds, RELEASED, lambda name: False)
@@ -53,9 +55,7 @@ class DraftWorker:
         """Forward and backward over this lane's sequences."""
         numbers = self.recipe.drafts
         size = numbers.sequences // lanes
-        ids, anchors = self._batch(seen + lane * size, size, step)
-        with torch.no_grad():
-            features = self.network(self.fixed, ids, Options()).features
+        ids, features, anchors = self._batch(seen + lane * size, size, step)
         quantized = step >= numbers.quantized_from * numbers.steps
         masters = {n: m for n, m in self.memory.masters.items() if n.startswith("mtp.")}
         precision = RELEASED if quantized else _UNQUANTIZED
@@ -65,15 +65,19 @@ class DraftWorker:
         collect(self.memory, lane, work)
         return Share({name: float(x.detach()) for name, x in losses.items()}, loads)
 
-    def _batch(self, first: int, size: int, step: int) -> tuple[Tensor, Anchors]:
-        """Sequences of an endless shuffled run over the continuations, and anchors in them."""
+    def _batch(self, first: int, size: int, step: int) -> tuple[Tensor, Tensor, Anchors]:
+        """Sequences of an endless shuffled run over the continuations, and anchors in them.
+
+        Returns ids ``[B, T]``, features ``[B * T, targets * D]`` and the anchors.
+        """
         numbers, count = self.recipe.drafts, len(self.texts)
         rows = []
         for number in range(first, first + size):
             epoch, place = divmod(number, count)
             order = np.random.default_rng([self.recipe.seed, 5, epoch]).permutation(count)
-            rows.append(self.texts[order[place]])
-        table = torch.from_numpy(np.stack(rows).astype(np.int64))
+            rows.append(order[place])
+        table = torch.from_numpy(self.texts[rows].astype(np.int64))
+        features = torch.from_numpy(self.features[rows]).view(torch.bfloat16).flatten(0, 1)
         generator = np.random.default_rng([self.recipe.seed, 6, step, first])
         last = numbers.context - numbers.block - 1
         places = [
@@ -81,10 +85,11 @@ class DraftWorker:
             for row in table
         ]
         sequence = torch.arange(size).repeat_interleave(numbers.anchors)
-        return table[:, 1:].contiguous(), Anchors(sequence, torch.cat(places), numbers.context)
+        anchors = Anchors(sequence, torch.cat(places), numbers.context)
+        return table[:, 1:].contiguous(), features, anchors
 
     def loss(
-        self, w: dict[str, Tensor], ids: Tensor, anchors: Anchors, features: list[Tensor]
+        self, w: dict[str, Tensor], ids: Tensor, anchors: Anchors, features: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Cross-entropy, loss of the confidences and (for the log) accepted drafts per block."""
         count = self.recipe.drafts.block
@@ -134,8 +139,7 @@ class DraftTrainer:
         state.restore(path)
         last = numbers.steps if stop_at is None else min(stop_at, numbers.steps)
         torch.set_num_threads(1)
-        texts = np.load(self.folder.path(FILE))
-        maker = partial(DraftWorker, self.recipe, self.data, self.kinds, texts)
+        maker = partial(DraftWorker, self.recipe, self.data, self.kinds, self.folder)
         lanes = Lanes(self.memory, maker)
         bar = tqdm(total=numbers.steps, initial=state.step, disable=self.quiet, mininterval=5.0)
         while state.step < last:

@@ -44,11 +44,14 @@ class DraftNetwork:
 
     network: Network
 
-    def main_keys(self, w: dict[str, Tensor], features: list[Tensor], batch: int) -> list[Tensor]:
-        """Window keys ``[B * T, Dh]`` of every draft block from the target layers' features."""
+    def main_keys(self, w: dict[str, Tensor], features: Tensor, batch: int) -> list[Tensor]:
+        """Window keys ``[B * T, Dh]`` of every draft block from features ``[B * T, targets * D]``.
+
+        The features of all target layers stand side by side.
+        """
         net, c = self.network, self.network.config
         assert c.draft is not None
-        x = net.quantize(torch.cat(features, 1)) @ w["mtp.0.main_proj"].t()
+        x = net.quantize(features) @ w["mtp.0.main_proj"].t()
         y = net.quantize(net.norm(x, w["mtp.0.main_norm.weight"]))
         length = len(y) // batch
         cosine, sine = net.turns(False, length, 1)

@@ -1,4 +1,4 @@
-"""Builds and calls the fused loops of ``kernels.cpp``.
+"""Builds and calls the fused loops in ``loops/``.
 
 The loops are compiled once per machine with the system's C++ compiler. They use the OpenMP
 threads that torch already started, so the library is linked without a runtime of its own.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepinfer_neuron.errors import PlatformError
 
-_SOURCE = Path(__file__).with_name("kernels.cpp")
+_SOURCES = Path(__file__).parent / "loops"
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -69,7 +69,9 @@ def library() -> ctypes.CDLL:
     """
     if not available():
         raise PlatformError("training needs the C++ compiler g++; install it and start again.")
-    key = hashlib.sha256(_SOURCE.read_bytes() + repr((_FLAGS, platform.processor())).encode())
+    key = hashlib.sha256(repr((_FLAGS, platform.processor())).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        key.update(source.read_bytes())
     folder = Path(tempfile.gettempdir()) / f"train_demo_kernels_{os.getuid()}"
     folder.mkdir(exist_ok=True)
     target = folder / f"{key.hexdigest()[:16]}.so"
@@ -82,7 +84,7 @@ def _build(target: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         objects, built = Path(scratch) / "kernels.o", Path(scratch) / "kernels.so"
         for command in (
-            ["g++", *_FLAGS, "-c", str(_SOURCE), "-o", str(objects)],
+            ["g++", *_FLAGS, "-c", str(_SOURCES / "loops.cpp"), "-o", str(objects)],
             ["g++", "-shared", "-o", str(built), str(objects)],
         ):
             done = subprocess.run(command, capture_output=True, text=True, check=False)

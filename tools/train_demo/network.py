@@ -17,9 +17,9 @@ from deepinfer_neuron.checkpoint.config import LayerSpec, ModelConfig
 from deepinfer_neuron.checkpoint.engram import EngramHasher
 from deepinfer_neuron.reference.attention import rope_frequencies
 from tools.train_demo import kernels
+from tools.train_demo.attending import Attend
 from tools.train_demo.functions import (
     MIX,
-    Attend,
     Collapse,
     Engram,
     Expand,
@@ -105,7 +105,7 @@ class Network:
                 rows = self.engram_rows(layer.engram, ids).flatten(0, 1)
                 trunk = self.engram(w, prefix, trunk, rows)
             if layer.index in targets:
-                features.append(trunk.detach().to(torch.float32).mean(1).to(trunk.dtype))
+                features.append(self.feature(trunk))
             x, flat = Collapse.apply(trunk, mix, w[prefix + "attn_norm.weight"], c.rms_norm_eps)
             out, extra = self.attention(w, prefix, layer, x.view(batch, length, -1), state, options)
             if extra is not None:
@@ -119,6 +119,10 @@ class Network:
         return Forward(hidden, features, index_loss, loads)
 
     # Streams.
+
+    def feature(self, trunk: Tensor) -> Tensor:
+        """What the drafts read of a target layer: the mean of the streams ``[T, D]``."""
+        return trunk.detach().to(torch.float32).mean(1).to(trunk.dtype)
 
     def enter(self, w: dict[str, Tensor], ids: Tensor) -> tuple[Tensor, Tensor]:
         """Embedding in every stream ``[T, M, D]`` and a mix that reads stream 0."""

@@ -56,7 +56,7 @@ class MainTraining:
 
     stages: tuple[Stage, ...]
     warmup: int = 60
-    decay: int = 240
+    decay: int = 200
     """Last steps, in which the learning rate falls, linearly, to ``floor``."""
     floor: float = 0.02
     matrix_rate: float = 0.02
@@ -99,14 +99,14 @@ class MainTraining:
 class DraftTraining:
     """Training of the draft blocks, behind the finished network."""
 
-    steps: int = 900
-    sequences: int = 24
+    steps: int = 600
+    sequences: int = 16
     context: int = 256
-    anchors: int = 24
+    anchors: int = 32
     """Blocks per sequence and step."""
     block: int = 5
-    warmup: int = 40
-    decay: int = 500
+    warmup: int = 30
+    decay: int = 400
     floor: float = 0.02
     matrix_rate: float = 0.02
     vector_rate: float = 2.5e-3
@@ -137,7 +137,7 @@ class DraftTraining:
 class Continuations:
     """Greedy continuations of the finished network, which the drafts learn."""
 
-    prompts: int = 9000
+    prompts: int = 1536
     prompt_tokens: tuple[int, int] = (24, 128)
     """Shortest and longest prompt, cut out of the training text."""
     batch: int = 128
@@ -215,7 +215,7 @@ def demo_recipe() -> Recipe:
     stages = (
         Stage(210, 256, 24, sparse=False, quantized=False),
         Stage(60, 256, 24, sparse=True, quantized=False),
-        Stage(250, 256, 24, sparse=True, quantized=True),
+        Stage(210, 256, 24, sparse=True, quantized=True),
     )
     return Recipe(demo_preset(), MainTraining(stages))
 
