@@ -198,6 +198,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     assert len(folder.path("log.jsonl").read_text().splitlines()) == recipe.main.steps
 
 
+@pytest.mark.slow
 def test_the_whole_recipe_writes_a_checkpoint_that_holds_its_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +226,7 @@ def test_the_whole_recipe_writes_a_checkpoint_that_holds_its_weights(
             assert torch.equal(weight, main[name]), name
 
 
+@pytest.mark.slow
 def test_two_lanes_share_the_work_of_a_step(tmp_path: Path) -> None:
     recipe = replace(toy_recipe(), lanes=2)
     folder, data = _prepared(tmp_path / "run")

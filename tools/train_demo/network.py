@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +32,6 @@ from tools.train_demo.functions import (
     Rope,
     Scatter,
     SwiGLU,
-    quantized,
 )
 from tools.train_demo.kernels import call
 from tools.train_demo.weights import Precision
@@ -460,10 +460,5 @@ def network_for(config: ModelConfig, hasher: EngramHasher | None, precision: Pre
     """The network of a configuration; Engram's folded vocabulary comes from its hasher."""
     table = torch.zeros(0, dtype=torch.int64)
     if hasher is not None:
-        import numpy as np
-
         table = torch.from_numpy(hasher.compress(np.arange(config.vocab_size)).astype(np.int64))
     return Network(config, hasher, table, precision)
-
-
-__all__ = ["Forward", "Network", "Options", "Published", "network_for", "quantized"]

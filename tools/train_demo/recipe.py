@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -99,14 +98,14 @@ class MainTraining:
 class DraftTraining:
     """Training of the draft blocks, behind the finished network."""
 
-    steps: int = 600
+    steps: int = 1000
     sequences: int = 16
     context: int = 256
     anchors: int = 32
     """Blocks per sequence and step."""
     block: int = 5
     warmup: int = 30
-    decay: int = 400
+    decay: int = 500
     floor: float = 0.02
     matrix_rate: float = 0.02
     vector_rate: float = 2.5e-3
@@ -137,7 +136,7 @@ class DraftTraining:
 class Continuations:
     """Greedy continuations of the finished network, which the drafts learn."""
 
-    prompts: int = 1536
+    prompts: int = 2560
     prompt_tokens: tuple[int, int] = (24, 128)
     """Shortest and longest prompt, cut out of the training text."""
     batch: int = 128
@@ -157,11 +156,6 @@ class Recipe:
     """Processes that share the work of a step."""
     held_out: int = 25
     """One chapter in so many is held out, of every edition."""
-
-    @property
-    def text(self) -> Mapping[str, object]:
-        """The preset's part of ``text_config``."""
-        return self.preset.text
 
 
 def demo_preset() -> Preset:
