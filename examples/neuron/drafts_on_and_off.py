@@ -18,8 +18,8 @@ from deepinfer_neuron.errors import DeepInferNeuronError
 
 PROMPTS = (
     "And it came to pass in those days, that",
-    "Then answered the king and said unto them,",
-    "Hear, O my son, the instruction of thy father, and",
+    "And Jesus answered and said unto them,",
+    "Now the sons of Israel were",
 )
 
 

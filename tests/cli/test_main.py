@@ -38,7 +38,14 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["unknown"], ["generate"], ["generate", "--mod", "x"], ["tiny"], ["inspect"]],
+    [
+        [],
+        ["unknown"],
+        ["generate", "--nextn", "x"],
+        ["generate", "--mod", "x"],
+        ["tiny"],
+        ["inspect"],
+    ],
     ids=" ".join,
 )
 def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,10 @@ from deepinfer_neuron.reference import Drafts, Rounding, golden
 from deepinfer_neuron.reference import Network as Reference
 from tools.train_demo import baselines, corpus, kernels, sources
 from tools.train_demo.__main__ import run
+from tools.train_demo.calibration import CALIBRATED, best_temperature
 from tools.train_demo.data import Prepared, load, prepare
 from tools.train_demo.decoding import Decoder
-from tools.train_demo.draft_trainer import DRAFT_STATE, DraftTrainer
+from tools.train_demo.draft_trainer import DraftTrainer
 from tools.train_demo.drafts import Anchors, DraftNetwork
 from tools.train_demo.files import read_weights
 from tools.train_demo.functions import CrossEntropy, quantized
@@ -209,12 +210,12 @@ def test_the_whole_recipe_writes_a_checkpoint_that_holds_its_weights(
         run(part, recipe, folder, quiet=True)
     whole = DraftTrainer(recipe, folder, data, quiet=True).run(stop_at=2)
     assert whole.step == 2
-    for part in ("drafts", "export"):
+    for part in ("drafts", "calibration", "export"):
         run(part, recipe, folder, quiet=True)
     assert "released_over_unquantized" in capsys.readouterr().out
     rows = np.load(folder.path("continuations.npy"))
     assert rows.shape == (4, recipe.drafts.context + 1)
-    masters = torch.load(folder.path(DRAFT_STATE), weights_only=True)["masters"]
+    masters = torch.load(folder.path(CALIBRATED), weights_only=True)["masters"]
     main = torch.load(folder.path(MAIN_STATE), weights_only=True)["masters"]
     kinds = {slot.name: slot.kind for slot in plan(data.config)[0]}
     with Checkpoint.open(folder.path("release")) as checkpoint:
@@ -257,6 +258,14 @@ def test_a_changed_package_is_refused(tmp_path: Path) -> None:
     (tmp_path / BIBLES.file_name).write_bytes(b"other")
     with pytest.raises(CheckpointError, match="SHA-256"):
         sources.fetch(BIBLES, tmp_path)
+
+
+def test_the_temperature_undoes_exaggeration() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20000, generator=generator)
+    right = (torch.rand(20000, generator=generator) < logits.sigmoid()).float()
+    assert best_temperature(2.0 * logits, right) == pytest.approx(2.0, rel=0.06)
+    assert best_temperature(logits, right) == pytest.approx(1.0, rel=0.06)
 
 
 def test_n_gram_probabilities_sum_to_one_and_prefer_what_was_seen() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from deepinfer_neuron.errors import DeepInferNeuronError
 from tools.train_demo.recipe import Folder, Recipe, demo_recipe
 
-PARTS = ("prepare", "main", "continuations", "drafts", "export")
+PARTS = ("prepare", "main", "continuations", "drafts", "calibration", "export")
 
 
 def main() -> int:
@@ -37,7 +37,8 @@ def run(part: str, recipe: Recipe, folder: Folder, quiet: bool = False) -> None:
     import torch
 
     from tools.train_demo import continuations, data, shipping
-    from tools.train_demo.draft_trainer import DRAFT_STATE, DraftTrainer
+    from tools.train_demo.calibration import CALIBRATED, calibrate
+    from tools.train_demo.draft_trainer import DraftTrainer
     from tools.train_demo.trainer import MAIN_STATE, Trainer
 
     folder.root.mkdir(parents=True, exist_ok=True)
@@ -49,10 +50,12 @@ def run(part: str, recipe: Recipe, folder: Folder, quiet: bool = False) -> None:
         continuations.make(recipe, folder, MAIN_STATE, quiet)
     elif part == "drafts":
         DraftTrainer(recipe, folder, data.load(folder), quiet).run()
+    elif part == "calibration":
+        print(f"temperature {calibrate(recipe, folder, data.load(folder)):.3f}")
     else:
         prepared = data.load(folder)
-        target = shipping.export(folder, prepared, DRAFT_STATE)
-        masters = torch.load(folder.path(DRAFT_STATE), weights_only=True)["masters"]
+        target = shipping.export(folder, prepared, CALIBRATED)
+        masters = torch.load(folder.path(CALIBRATED), weights_only=True)["masters"]
         numbers = shipping.losses(prepared, masters)
         (target / "evaluation.json").write_text(json.dumps(numbers, indent=1) + "\n")
         print(target, numbers)

@@ -38,18 +38,18 @@ def make(recipe: Recipe, folder: Folder, masters_file: str, quiet: bool = False)
 
 
 def _one(job: tuple[Recipe, Folder, str, int]) -> None:
-    """Ids behind the prompt's length, int32, and the bits of the features, int16."""
     recipe, folder, masters_file, batch = job
     torch.set_num_threads(1)
-    ids, features = _continue(recipe, folder, load(folder), masters_file, batch)
+    ids, features = continuation(recipe, folder, load(folder), masters_file, batch)
     partial = folder.path(f"partial.{batch}.npz")
     np.savez(partial, ids=ids, features=features)
     partial.replace(folder.path(_PARTS.format(batch)))
 
 
-def _continue(
+def continuation(
     recipe: Recipe, folder: Folder, data: Prepared, masters_file: str, batch: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int16]]:
+    """One batch: the prompt's length and the ids ``[B, 1 + T]``, and the bits of the features."""
     numbers = recipe.continuations
     masters = torch.load(folder.path(masters_file), weights_only=True)["masters"]
     kinds = {slot.name: slot.kind for slot in plan(data.config)[0]}

@@ -33,6 +33,46 @@ def is_draft(name: str) -> bool:
 
 
 @dataclass
+class Verdict:
+    """What the drafts of blocks are worth; tables have a row per block."""
+
+    loss: Tensor
+    guess: Tensor
+    """Confidence logits ``[A, n]``."""
+    right: Tensor
+    """Whether a draft is the token that follows, bool ``[A, n]``."""
+    loads: dict[str, Tensor]
+
+
+@dataclass
+class Judge:
+    """Drafts behind known tokens, compared with the tokens that follow."""
+
+    recipe: Recipe
+    data: Prepared
+
+    def __post_init__(self) -> None:
+        network = network_for(self.data.config, self.data.hasher, RELEASED)
+        self.drafts = DraftNetwork(network)
+
+    def __call__(
+        self, w: dict[str, Tensor], ids: Tensor, anchors: Anchors, features: Tensor
+    ) -> Verdict:
+        """Judge blocks in sequences ``ids [B, T]`` with features ``[B * T, targets * D]``."""
+        count = self.recipe.drafts.block
+        main = self.drafts.main_keys(w, features, len(ids))
+        window = anchors.position[:, None] + torch.arange(count + 1)
+        tokens = ids[anchors.sequence[:, None], window]
+        forward = self.drafts(w, tokens[:, 0], anchors, main, count)
+        previous, wanted = tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
+        embedding = self.drafts.markov(w, previous)
+        rows = torch.cat((forward.normed, embedding), 1)
+        loss, _, best = CrossEntropy.apply(rows, self.drafts.joint_head(w), wanted)
+        guess = self.drafts.confidence(w, forward.hidden, embedding).view(-1, count)
+        return Verdict(loss, guess, (best == wanted).view(-1, count), forward.loads)
+
+
+@dataclass
 class DraftWorker:
     """One lane's part of a step."""
 
@@ -45,8 +85,7 @@ class DraftWorker:
     def __post_init__(self) -> None:
         self.texts: NDArray[np.int32] = np.load(self.folder.path(FILE))
         self.features: NDArray[np.int16] = np.load(self.folder.path(FEATURES), mmap_mode="r")
-        network = network_for(self.data.config, self.data.hasher, RELEASED)
-        self.drafts = DraftNetwork(network)
+        self.judge = Judge(self.recipe, self.data)
         masters = {n: m for n, m in self.memory.masters.items() if not n.startswith("mtp.")}
         # The network is finished: its weights are quantized once.
         self.fixed = working_copy(masters, self.kinds, RELEASED, lambda name: False)
@@ -92,24 +131,15 @@ class DraftWorker:
         self, w: dict[str, Tensor], ids: Tensor, anchors: Anchors, features: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Cross-entropy, loss of the confidences and (for the log) accepted drafts per block."""
-        count = self.recipe.drafts.block
-        main = self.drafts.main_keys(w, features, len(ids))
-        window = anchors.position[:, None] + torch.arange(count + 1)
-        tokens = ids[anchors.sequence[:, None], window]
-        forward = self.drafts(w, tokens[:, 0], anchors, main, count)
-        previous, wanted = tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
-        embedding = self.drafts.markov(w, previous)
-        rows = torch.cat((forward.normed, embedding), 1)
-        loss, _, best = CrossEntropy.apply(rows, self.drafts.joint_head(w), wanted)
-        right = (best == wanted).view(-1, count)
+        verdict = self.judge(w, ids, anchors, features)
+        right = verdict.right
         reached = torch.cat((torch.ones(len(right), 1), right[:, :-1].cumprod(1)), 1).bool()
-        guess = self.drafts.confidence(w, forward.hidden, embedding).view(-1, count)
         confidence = torch.nn.functional.binary_cross_entropy_with_logits(
-            guess[reached], right[reached].float()
+            verdict.guess[reached], right[reached].float()
         )
         accepted = right.float().cumprod(1).sum(1).mean()
-        losses = {"loss": loss, "confidence": confidence, "accepted": accepted}
-        return losses, forward.loads
+        losses = {"loss": verdict.loss, "confidence": confidence, "accepted": accepted}
+        return losses, verdict.loads
 
 
 @dataclass

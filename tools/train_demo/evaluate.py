@@ -131,9 +131,32 @@ def draft_numbers(model: Path, documents: Sequence[sources.Document]) -> Numbers
                 numbers["acceptance_by_position"] = decode.acceptance
                 numbers["confidence_by_position"] = decode.mean_confidence
                 numbers["expected_calibration_error"] = confidences.error()
-    same = sum(a == b for a, b in zip(texts[0], texts[NEXTN], strict=True))
-    numbers["texts_equal_with_and_without_drafts"] = f"{same} of {len(texts[0])}"
+    numbers["same_texts_in_free_order"] = _same(texts[0], texts[NEXTN])
     return numbers
+
+
+def _same(first: Sequence[list[int]], second: Sequence[list[int]]) -> str:
+    return f"{sum(a == b for a, b in zip(first, second, strict=True))} of {len(first)}"
+
+
+def batch_numbers(model: Path, documents: Sequence[sources.Document]) -> Numbers:
+    """All prompts together: texts in the fixed order of sums, and drafts of sampled text."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    sampled = SamplingParams(temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True, seed=1)
+    texts, lengths = [], []
+    for nextn, params in ((0, greedy), (NEXTN, greedy), (NEXTN, sampled)):
+        with LLM(model, nextn=nextn, batch_invariant=True) as llm:
+            prompts = [
+                {"prompt_token_ids": llm.tokenizer.encode(document.text)[:PROMPT_TOKENS]}
+                for document in documents[::PROMPT_EVERY]
+            ]
+            outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+            texts.append([output.outputs[0].token_ids for output in outputs])
+            lengths.append(llm.stats().decode.tokens_per_step)
+    return {
+        "same_texts_in_fixed_order": _same(texts[0], texts[1]),
+        "sampled_tokens_per_decode_step": lengths[2],
+    }
 
 
 def baseline_numbers(documents: Sequence[sources.Document], model: Path) -> Numbers:
@@ -163,6 +186,7 @@ def measure(model: Path, recorded: Mapping[str, object]) -> Numbers:
     with LLM(model, nextn=0, max_model_len=CONTEXT + 1, enable_prefix_caching=False) as llm:
         numbers = bits_per_byte(llm, documents)
     numbers |= draft_numbers(model, documents)
+    numbers |= batch_numbers(model, documents)
     try:
         numbers |= baseline_numbers(documents, model)
     except DeepInferNeuronError as error:
