@@ -61,7 +61,7 @@ demo: $(STAMP) ## Generate text with the demo model, with and without drafts
 	$(BIN)/python examples/neuron/run_deepinfer_tiny.py
 
 eval-demo: $(STAMP) ## Measure the demo model on held-out text (some minutes)
-	$(BIN)/python -m tools.train_demo.evaluate
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.train_demo.evaluate
 
 # Goes on where it was interrupted; hours on two cores.
 train-demo: $(STAMP) ## Train the demo model anew into .cache/train_demo
