@@ -13,11 +13,11 @@ from deepinfer_neuron.ops.arithmetic import (
     fixed_arithmetic,
     free_arithmetic,
 )
+from deepinfer_neuron.ops.arithmetic import fused_multiply_add
 from deepinfer_neuron.ops.hyper import (
     Mix,
     collapse,
     expand,
-    fused_multiply_add,
     mix_coefficients,
     sinkhorn,
     stream_mean,
