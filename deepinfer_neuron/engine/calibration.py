@@ -103,7 +103,7 @@ def _figure(config: ModelConfig, reported: _Reported, core: CoreSpec, habits: Po
     outputs = 1 if reported.rows > 8 else min(reported.rows, 1 + reported.nextn)
     shape = PassShape(1, reported.rows, _CONTEXT_BLOCKS, outputs)
     work = step_work(config, layout, shape)
-    regions = [region.load().cost(frozenset()) for region in work.regions]
+    regions = [region.load().cost() for region in work.regions]
     operators = habits.eager_operators + habits.draft_operators * reported.eager_chain
     return Figure(
         name=reported.name,

@@ -103,13 +103,13 @@ def forecast(
     work = step_work(config, layout, shape)
     loads = [region.load() for region in work.regions]
     path = choose_weight_path(loads, spare_bytes, core)
-    costs = [load.cost(path.expanded) for load in loads]
+    costs = [load.cost(path.families) for load in loads]
     # An embedding in host memory takes a download of the ids and an upload of the rows.
     host = HostCost(drains=int(layout.host_embed))
     grouped = _grouped(costs)
     return Forecast(
         shape=shape,
-        components=_components(work, costs, path.expanded, core),
+        components=_components(work, costs, path.families, core),
         launches=tuple(_launches(work.regions).items()),
         collectives=sum(cost.count for cost in work.collectives),
         path=path,
@@ -137,14 +137,14 @@ def _grouped(costs: Iterable[RegionCost]) -> list[RegionCost]:
 
 
 def _components(
-    work: StepWork, costs: Iterable[RegionCost], expanded: frozenset[str], core: CoreSpec
+    work: StepWork, costs: Iterable[RegionCost], families: frozenset[str], core: CoreSpec
 ) -> tuple[ComponentTime, ...]:
     """Every component's work and its share of the regions' time."""
     totals: dict[Component, Work] = {}
     seconds: dict[Component, float] = {}
     for region, cost in zip(work.regions, costs, strict=True):
         bound, time = cost.bound(core), cost.seconds(core)
-        parts = _parts(region, expanded)
+        parts = _parts(region, families)
         whole = sum(_measure(part, bound) for part in parts.values())
         for name, part in parts.items():
             total = totals.setdefault(name, Work())
@@ -162,14 +162,14 @@ def _components(
     )  # fmt: skip
 
 
-def _parts(region: RegionWork, expanded: frozenset[str]) -> dict[Component, Work]:
+def _parts(region: RegionWork, families: frozenset[str]) -> dict[Component, Work]:
     """A region's work by component, its matrices included."""
     parts = {
         name: Work(work.bytes, work.flops, work.converted) for name, work in region.work.items()
     }
     for name, matrix in region.matrices:
         part = parts[name]
-        if matrix.name in expanded:
+        if matrix.family in families:
             part.bytes += matrix.expanded_bytes
         else:
             part.bytes += matrix.packed_bytes

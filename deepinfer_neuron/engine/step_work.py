@@ -54,6 +54,8 @@ class RegionWork:
     """One launch of a region, by component."""
 
     name: str
+    kind: str = ""
+    """Regions of one kind name their matrices alike; the region's name if left out."""
     work: defaultdict[Component, Work] = field(default_factory=lambda: defaultdict(Work))
     matrices: list[tuple[Component, Matrix]] = field(default_factory=list)
 
@@ -79,7 +81,11 @@ class RegionWork:
             for copy in range(tensor.copies):
                 # The first expert stands for all of a block; give each its own name.
                 name = tensor.name.replace(".experts.0.", f".experts.{copy}.")
-                self.matrices.append((tensor.component, Matrix(name, tensor.values, tensor.bytes)))
+                place = name.removeprefix(f"{tensor.block}.")
+                family = f"{self.kind or self.name}: {place}"
+                self.matrices.append(
+                    (tensor.component, Matrix(name, family, tensor.values, tensor.bytes))
+                )
         return self
 
     def extra(
@@ -136,7 +142,7 @@ class _Counter:
             regions += self._layer(layer)
         wanted = self.shape.sequences * self.shape.outputs
         logits = wanted * self.vocabulary * _FP32
-        head = RegionWork("head and sampling").add(self._named("", "head.weight"), wanted)
+        head = RegionWork("head and sampling").add(self._named("", "head.weight", "norm."), wanted)
         # Written by the product, then read by the sampler and by the verification.
         regions.append(head.extra(HEAD, 2 * logits))
         regions.append(RegionWork("verification").extra(HEAD, logits))
@@ -211,7 +217,9 @@ class _Counter:
         ladder = self.layout.ladder(c)
         draft_shape = ladder.draft_shape(self.shape.sequences)
         rows = draft_shape.total_rows
-        update = RegionWork("draft key update").add(self._named("mtp.0", "main_"), self.rows)
+        update = RegionWork("draft key update", "draft attention").add(
+            self._named("mtp.0", "main_"), self.rows
+        )
         regions = [update, self._embed("draft embedding", DRAFTS, rows)]
         for index in range(c.num_draft_layers):
             block = f"mtp.{index}"

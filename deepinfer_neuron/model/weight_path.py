@@ -4,12 +4,15 @@ A packed matrix is converted inside its region whenever it is used, which takes 
 an expanded one is read with two bytes per value, which takes memory and its bandwidth. Both run
 side by side within a region, so neither all nor none is best: a region is shortest when reading and
 converting take equally long. The memory left on a core bounds how far that can be had.
+
+Layers of one structure share their graphs, and a graph is made for packed or for expanded weights.
+So the choice falls for a *family*: the matrices with the same place in all layers of one structure.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deepinfer_neuron.platform.simulator.cost import CoreSpec, RegionCost
@@ -17,9 +20,17 @@ from deepinfer_neuron.platform.simulator.cost import CoreSpec, RegionCost
 
 @dataclass(frozen=True)
 class Matrix:
-    """A quantized matrix: its name, its values, and its bytes as codes with scales."""
+    """A quantized matrix.
+
+    Attributes:
+        name: of the one matrix; regions that read the same one name it equally.
+        family: matrices that are expanded together.
+        values: elements.
+        packed_bytes: codes and scales.
+    """
 
     name: str
+    family: str
     values: int
     packed_bytes: int
 
@@ -54,80 +65,96 @@ class RegionLoad:
     converted_elements: int = 0
     passes: int = 2
 
-    def cost(self, expanded: frozenset[str] | set[str], count: int = 1) -> RegionCost:
-        """What a launch costs with these matrices expanded and the others packed."""
+    def cost(self, families: frozenset[str] = frozenset()) -> RegionCost:
+        """What a launch costs with these families expanded and the other matrices packed."""
         moved, converted = self.bytes, self.converted_elements
         for matrix in self.matrices:
-            if matrix.name in expanded:
+            if matrix.family in families:
                 moved += matrix.expanded_bytes
             else:
                 moved += matrix.packed_bytes
                 converted += matrix.values
-        return RegionCost(self.name, count, moved, self.flops, converted, self.passes)
+        return RegionCost(self.name, 1, moved, self.flops, converted, self.passes)
 
 
 @dataclass(frozen=True)
 class WeightPath:
-    """The choice: names of the expanded matrices, and the memory that takes on top."""
+    """The choice.
 
-    expanded: frozenset[str]
+    Attributes:
+        families: expanded ones.
+        matrices: names of all matrices in them.
+        extra_bytes: memory that takes on top of the packed matrices.
+    """
+
+    families: frozenset[str]
+    matrices: frozenset[str]
     extra_bytes: int
 
 
-def all_packed() -> WeightPath:
-    """Nothing expanded."""
-    return WeightPath(frozenset(), 0)
-
-
 def choose_weight_path(regions: Sequence[RegionLoad], memory: int, core: CoreSpec) -> WeightPath:
-    """Expand, while memory lasts, whatever saves most time per byte.
+    """Expand, while memory lasts, the family that saves most time per byte.
 
     A region's time is convex in what is expanded, so taking the steepest step each time is close to
-    the best choice and never worse than none. A step is only taken if it saves time.
+    the best choice. A step is only taken if it saves time, so the result is never slower than with
+    all matrices packed.
 
     Args:
-        regions: launches of a step; a matrix that two of them read has the same name in both.
+        regions: launches of a step.
         memory: bytes that expanded matrices may take on top of the packed ones.
         core: rates.
     """
-    chosen: set[str] = set()
-    left = memory
-    heap: list[tuple[float, int, int]] = []
-    for index, region in enumerate(regions):
-        _push(heap, index, region, chosen, left, core)
-    while heap:
-        _, index, place = heapq.heappop(heap)
-        matrix = regions[index].matrices[place]
-        # Since this entry was made, memory may have run out, or another region chose the matrix.
-        if matrix.extra_bytes <= left and matrix.name not in chosen:
-            chosen.add(matrix.name)
-            left -= max(0, matrix.extra_bytes)
-        _push(heap, index, regions[index], chosen, left, core)
-    return WeightPath(frozenset(chosen), memory - left)
+    members = _members(regions)
+    extra = {
+        family: sum(matrix.extra_bytes for matrix in matrices.values())
+        for family, matrices in members.items()
+    }
+    alike = Counter(map(_structure, regions))
+    first = {_structure(region): region for region in regions}
+    readers: dict[str, list[tuple[RegionLoad, int]]] = {family: [] for family in members}
+    for structure, region in first.items():
+        for family in {matrix.family for matrix in region.matrices}:
+            readers[family].append((region, alike[structure]))
+    chosen: frozenset[str] = frozenset()
+    left = max(0, memory)
+    while True:
+        best, most = "", 0.0
+        for family, size in extra.items():
+            if family in chosen or size > left:
+                continue
+            saved = _saved(readers[family], chosen, family, core)
+            if saved / max(1, size) > most:
+                best, most = family, saved / max(1, size)
+        if not best:
+            break
+        chosen |= {best}
+        left -= extra[best]
+    names = frozenset(name for family in chosen for name in members[family])
+    return WeightPath(chosen, names, sum(extra[family] for family in chosen))
 
 
-def _push(
-    heap: list[tuple[float, int, int]],
-    index: int,
-    region: RegionLoad,
-    chosen: set[str],
-    left: int,
-    core: CoreSpec,
-) -> None:
-    """Put a region's best next step on the heap, if there is one."""
-    before = region.cost(chosen).seconds(core)
-    best: tuple[float, int] | None = None
-    for place, matrix in enumerate(region.matrices):
-        if matrix.name in chosen or matrix.extra_bytes > left:
-            continue
-        saved = before - region.cost(chosen | {matrix.name}).seconds(core)
-        gain = saved / max(1, matrix.extra_bytes)
-        if saved > 0 and (best is None or gain > best[0]):
-            best = (gain, place)
-    if best is not None:
-        heapq.heappush(heap, (-best[0], index, best[1]))
+def _members(regions: Iterable[RegionLoad]) -> Mapping[str, dict[str, Matrix]]:
+    """Matrices by family and name, each once, in order of first appearance."""
+    members: dict[str, dict[str, Matrix]] = {}
+    for region in regions:
+        for matrix in region.matrices:
+            members.setdefault(matrix.family, {})[matrix.name] = matrix
+    return members
 
 
-def total_seconds(regions: Iterable[RegionLoad], expanded: frozenset[str], core: CoreSpec) -> float:
-    """Time of all launches, one each."""
-    return sum(region.cost(expanded).seconds(core) for region in regions)
+def _structure(region: RegionLoad) -> tuple[object, ...]:
+    """Equal for regions that cost the same whatever is expanded."""
+    matrices = tuple((m.family, m.values, m.packed_bytes) for m in region.matrices)
+    other = (region.bytes, region.flops, region.converted_elements, region.passes)
+    return (matrices, *other)
+
+
+def _saved(
+    readers: Iterable[tuple[RegionLoad, int]], chosen: frozenset[str], family: str, core: CoreSpec
+) -> float:
+    """Seconds that expanding one more family saves."""
+    more = chosen | {family}
+    return sum(
+        count * (region.cost(chosen).seconds(core) - region.cost(more).seconds(core))
+        for region, count in readers
+    )
