@@ -21,7 +21,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from deepinfer_neuron.errors import PlatformError
+from deepinfer_neuron.errors import DeviceRuleError, PlatformError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,6 +67,9 @@ class RegionBackend(Protocol):
     ) -> Any:
         """Call ``function(module, *args)`` in this backend's way."""
 
+    def seal(self) -> None:
+        """Warm-up is over: :meth:`run` is not expected to compile any more."""
+
 
 class PlainBackend:
     """Calls the method as it is."""
@@ -81,6 +84,9 @@ class PlainBackend:
     ) -> Any:
         """The plain call."""
         return function(module, *args)
+
+    def seal(self) -> None:
+        """Nothing is compiled."""
 
 
 class CompiledBackend:
@@ -112,6 +118,9 @@ class CompiledBackend:
                 function, backend=self._backend, fullgraph=True, dynamic=False
             )
         return self._compiled[function](module, *args)
+
+    def seal(self) -> None:
+        """A late graph is counted by the registry."""
 
 
 class Regions:
@@ -145,8 +154,11 @@ class Regions:
     def seal(self) -> None:
         """Say that warm-up is over: a graph that is new from here on is counted as late."""
         self._sealed = True
+        self.backend.seal()
 
-    def call(self, module: RegionModule, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def call(
+        self, module: RegionModule, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Any:
         """Run a region.
 
         Raises:
@@ -188,7 +200,7 @@ def region(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P]
             raise PlatformError(f"region {method.__name__} takes positional arguments only")
         return cast(R, self.regions.call(self, method, args))
 
-    return launch
+    return cast(Callable[Concatenate[M, P], R], launch)
 
 
 def signature_of(key: RegionKey, args: tuple[Any, ...]) -> Signature:
@@ -199,9 +211,12 @@ def signature_of(key: RegionKey, args: tuple[Any, ...]) -> Signature:
 def _part(key: RegionKey, arg: Any) -> Hashable:
     if isinstance(arg, Tensor):
         if not arg.is_contiguous():
-            raise PlatformError(
-                f"{key} was given a tensor of shape {tuple(arg.shape)} that is not contiguous; "
-                "a graph takes contiguous inputs only, so keep a contiguous one per layer"
+            raise DeviceRuleError(
+                "G13",
+                "inputs of a graph are contiguous",
+                f"{key} given a tensor of shape {tuple(arg.shape)} that is not contiguous",
+                "",
+                "keep caches layer-major and pass one contiguous view per layer",
             )
         return (str(arg.dtype), tuple(arg.shape))
     if isinstance(arg, tuple):
@@ -209,9 +224,12 @@ def _part(key: RegionKey, arg: Any) -> Hashable:
     if arg is None:
         return None
     if isinstance(arg, bool | int | float) or not isinstance(arg, Hashable):
-        raise PlatformError(
-            f"{key} was given {arg!r}; a region takes tensors, tuples of them and frozen "
-            "dataclasses of sizes"
+        raise DeviceRuleError(
+            "G14",
+            "inputs of a graph are tensors, not Python numbers",
+            f"{key} given {arg!r}",
+            "",
+            "pass device tensors, tuples of them, and frozen dataclasses of sizes",
         )
     return arg
 
