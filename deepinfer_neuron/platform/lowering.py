@@ -270,6 +270,7 @@ _MOVES = frozenset(
     ("broadcast_in_dim", "concatenate", "constant", "convert", "gather", "iota", "pad", "region")
     + ("reshape", "return", "scatter", "slice", "sort", "transpose")
 )
+_SORT = re.compile(r'stablehlo\.sort"?\(([^)]*)\)')
 _OPERATION = re.compile(r"stablehlo\.(\w+)")
 _TYPE = re.compile(r"tensor<((?:\d+x)*)([a-z]\w*)>")
 
@@ -316,7 +317,8 @@ def _line_findings(line: str, name: str) -> Iterator[str]:
     for label, pattern in _FORBIDDEN.items():
         if pattern.search(line):
             yield f"{label}: {name}"
-    if name == "sort" and line.count("%", line.find("sort(")) > 1:
+    sort = _SORT.search(line)
+    if sort is not None and "," in sort.group(1):
         yield "sort with a payload"
 
 
