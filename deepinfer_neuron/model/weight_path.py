@@ -93,11 +93,12 @@ class WeightPath:
 
 
 def choose_weight_path(regions: Sequence[RegionLoad], memory: int, core: CoreSpec) -> WeightPath:
-    """Expand, while memory lasts, the family that saves most time per byte.
+    """Expand, while memory lasts, the families that save most time.
 
     A region's time is convex in what is expanded, so taking the steepest step each time is close to
-    the best choice. A step is only taken if it saves time, so the result is never slower than with
-    all matrices packed.
+    the best choice: steepest per byte, or, where a few large matrices compete for the last bytes,
+    steepest at all; whichever ends faster. A step is only taken if it saves time, so the result is
+    never slower than with all matrices packed.
 
     Args:
         regions: launches of a step.
@@ -109,28 +110,50 @@ def choose_weight_path(regions: Sequence[RegionLoad], memory: int, core: CoreSpe
         family: sum(matrix.extra_bytes for matrix in matrices.values())
         for family, matrices in members.items()
     }
-    alike = Counter(map(_structure, regions))
-    first = {_structure(region): region for region in regions}
-    readers: dict[str, list[tuple[RegionLoad, int]]] = {family: [] for family in members}
-    for structure, region in first.items():
-        for family in {matrix.family for matrix in region.matrices}:
-            readers[family].append((region, alike[structure]))
+    readers = _readers(regions)
+    ways = [_climb(extra, readers, memory, core, per_byte=way) for way in (True, False)]
+    gains = [gain for _, gain in ways]
+    chosen = ways[gains.index(max(gains))][0]
+    names = frozenset(name for family in chosen for name in members[family])
+    return WeightPath(chosen, names, sum(extra[family] for family in chosen))
+
+
+def _climb(
+    extra: Mapping[str, int],
+    readers: Mapping[str, Sequence[tuple[RegionLoad, int]]],
+    memory: int,
+    core: CoreSpec,
+    *,
+    per_byte: bool,
+) -> tuple[frozenset[str], float]:
+    """Families chosen one by one, and the seconds they save."""
     chosen: frozenset[str] = frozenset()
-    left = max(0, memory)
+    left, gain = memory, 0.0
     while True:
-        best, most = "", 0.0
+        best, most, saves = "", 0.0, 0.0
         for family, size in extra.items():
             if family in chosen or size > left:
                 continue
             saved = _saved(readers[family], chosen, family, core)
-            if saved / max(1, size) > most:
-                best, most = family, saved / max(1, size)
+            merit = saved / max(1, size) if per_byte else saved
+            if merit > most:
+                best, most, saves = family, merit, saved
         if not best:
-            break
+            return chosen, gain
         chosen |= {best}
         left -= extra[best]
-    names = frozenset(name for family in chosen for name in members[family])
-    return WeightPath(chosen, names, sum(extra[family] for family in chosen))
+        gain += saves
+
+
+def _readers(regions: Iterable[RegionLoad]) -> dict[str, list[tuple[RegionLoad, int]]]:
+    """Regions that read a family; those that cost the same stand once, with their number."""
+    regions = list(regions)
+    alike = Counter(map(_structure, regions))
+    readers: dict[str, list[tuple[RegionLoad, int]]] = {}
+    for structure, region in {_structure(region): region for region in regions}.items():
+        for family in dict.fromkeys(matrix.family for matrix in region.matrices):
+            readers.setdefault(family, []).append((region, alike[structure]))
+    return readers
 
 
 def _members(regions: Iterable[RegionLoad]) -> Mapping[str, dict[str, Matrix]]:

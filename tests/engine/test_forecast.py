@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 
@@ -164,6 +165,17 @@ def test_reported_times_are_explained_in_part() -> None:
     # 144 GB of weights converted to fp32 through memory take 199 ms.
     regions = sum(region.seconds for region in device.estimate.regions)
     assert regions == pytest.approx(0.199, rel=0.05)
+
+
+def test_the_documented_tables_are_the_computed_ones() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "placement.md").read_text(encoding="utf-8")
+    assert calibration_table(calibration(released())) in text
+    (row,) = [line for line in text.splitlines() if line.startswith("| **step** |")]
+    steps = [
+        *(find("cores=64,nextn=5") for find in (packed, placed)),
+        *(find("cores=64,nextn=5,dense=sharded") for find in (packed, placed)),
+    ]
+    assert row == "| **step** | " + " | ".join(f"**{s.milliseconds:.1f}**" for s in steps) + " |"
 
 
 def test_assumptions_about_the_port_can_be_changed() -> None:
