@@ -69,7 +69,7 @@ class Memory:
     Attributes:
         weights: by component, as stored.
         host: what stays in the host's memory, by component.
-        states: rings of the sequences and rotary tables.
+        states: rings of the sequences, rotary tables, and what padding writes to.
         reserves: micro-code, scratch and what is kept free.
         capacity: of the core.
         block_bytes: of one block of the paged caches.
@@ -111,7 +111,7 @@ class Placement:
         memory: by component.
         blocks: of the paged caches, the dummy block included.
         blocks_that_fit: most blocks that would fit if nothing were expanded.
-        pages: window pages of the prefix cache, the dummy page included.
+        pages: window pages of the prefix cache, besides the dummy page 0.
         page_bytes: of one of them.
         expanded_bytes: what expanded matrices take on top of the packed ones.
         unused: bytes that are left beyond the reserves.
@@ -179,7 +179,7 @@ def place(
     blocks = min(memory.blocks_wanted, fitting)
     page = page_bytes(config, layout.nextn)
     left -= blocks * memory.block_bytes
-    pages = min(blocks, left // page, max(1, int(_PAGE_SHARE * left) // page))
+    pages = min(blocks - 1, int(_PAGE_SHARE * left) // page)
     left -= pages * page
     shape = decode_shape(config, layout, 1, context)
     step = forecast(config, layout, shape, left, core)
@@ -252,6 +252,7 @@ def _states(config: ModelConfig, layout: Layout) -> tuple[Item, ...]:
         Item("window rings", slots * layers * ring),
         Item("compressor states", slots * pairs * state),
         Item("rotary tables", tables),
+        Item("window page of padding", page_bytes(config, layout.nextn)),
     )
 
 

@@ -51,6 +51,7 @@ def test_a_plan_as_json(flash: Path, capsys: pytest.CaptureFixture[str]) -> None
     terms += step["graph_switch"] + step["collectives"]
     assert step["seconds"] == pytest.approx(terms)
     assert sum(step["launches"].values()) == 95
+    assert step["seconds"] < step["seconds_at_observed_bandwidth"] < 0.035
 
 
 def test_a_plan_that_does_not_fit(flash: Path, capsys: pytest.CaptureFixture[str]) -> None:

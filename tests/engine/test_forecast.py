@@ -87,6 +87,30 @@ def test_launches_of_a_step() -> None:
     assert packed("cores=64,nextn=5,dense=sharded").collectives == 46 + 2 * 43 + 2 + 2 + 1 + 1 + 5
 
 
+def test_cache_reads_follow_the_shape_of_the_pass() -> None:
+    parts = {part.name: part for part in packed("cores=64,nextn=5").components}
+    # 8 rows read 128 window keys in 40 layers, and 128 with the 8 of their block in 3 more; 38
+    # layers read 512 compressed keys per row. A table of 16384 tokens is scanned by 3 layers of
+    # ratio 2 and 5 of ratio 1.
+    window = 8 * (40 * 128 + 3 * 136)
+    compressed, scanned = 8 * 38 * 512, 3 * 8192 + 5 * 16384
+    assert parts["cache reads"].bytes == window * 528 + compressed * 288 + scanned * 68
+    values = (window + compressed) * 512 + scanned * 128
+    assert parts["cache reads"].converted_elements == values
+
+
+def test_experts_are_exchanged_within_their_ranks() -> None:
+    def experts(text: str) -> dict[int, int]:
+        layout = parse_layout(text, released())
+        costs = step_work(released(), layout, decode_shape(released(), layout)).collectives
+        # One row of 5120 bf16 values.
+        return {cost.ranks: cost.count for cost in costs if cost.bytes == 5120 * 2}
+
+    assert experts("cores=64,ep=32,nextn=0") == {32: 40}
+    # The shared expert and wo_b are spread over all cores, and so is the embedding.
+    assert experts("cores=64,ep=32,nextn=0,dense=sharded") == {64: 40 + 40 + 1}
+
+
 def test_one_core_exchanges_nothing() -> None:
     assert packed("cores=1,nextn=0").estimate.collectives == 0.0
 

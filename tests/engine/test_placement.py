@@ -71,6 +71,8 @@ def test_states_of_the_sequences() -> None:
     assert states["window rings"] == 8 * 43 * (128 + 6) * 528
     # 3 sources of ratio 2; an open pair and 5 to undo; score and value in fp32.
     assert states["compressor states"] == 8 * 3 * (2 + 5) * 2 * 512 * 4
+    # The last 127 window keys of a block, in 43 layers.
+    assert states["window page of padding"] == 43 * 127 * 528
     assert states["rotary tables"] == 2 * (16384 + 5) * 64 * 4
 
 
