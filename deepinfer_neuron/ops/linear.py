@@ -15,6 +15,7 @@ from deepinfer_neuron.checkpoint.formats import FP8_BLOCK, dequantize_fp4, dequa
 from deepinfer_neuron.ops import graph_formats
 from deepinfer_neuron.ops.arithmetic import Arithmetic
 
+
 def _chunks(rows: int, columns: int, elements: int) -> Iterator[slice]:
     """Row ranges of about ``elements`` weights, starting on scale-block boundaries."""
     step = max(FP8_BLOCK, elements // max(1, columns) // FP8_BLOCK * FP8_BLOCK)

@@ -34,7 +34,8 @@ def route(
         arithmetic: order of the reductions.
 
     Returns:
-        int64 (graph forms: int32) experts ``[n, top_k]`` in descending rank, fp32 weights ``[n, top_k]``.
+        experts ``[n, top_k]`` in descending rank, int64 (int32 in graph form), and fp32 weights
+        ``[n, top_k]``.
     """
     score = arithmetic.square_root(arithmetic.order.softplus(linear_fp32(y, weight, arithmetic)))
     if arithmetic.graph:

@@ -111,7 +111,7 @@ class PhaseSeconds:
     draft: float
 
 
-class HostSide(Protocol):
+class StepWorker(Protocol):
     """What an executor asks of the worker it runs."""
 
     @property
@@ -127,6 +127,12 @@ class HostSide(Protocol):
     def restore_window(self, slot: int, length: int, pages: Sequence[int]) -> None:
         """Fill a sequence's window rings from the pages of the blocks before ``length``."""
 
+    def hidden(self, plans: Sequence[ChunkPlan]) -> object:
+        """Run the backbone over some rows, and wait for it."""
+
+    def allocate(self, num_blocks: int, num_sequences: int, num_pages: int = 0) -> None:
+        """Fresh caches."""
+
 
 class Executor(ABC):
     """Owns the sequences' data while they sit in slots; steps must be run in the planned order.
@@ -137,7 +143,7 @@ class Executor(ABC):
         num_slots: slots, the dummy slot 0 included.
     """
 
-    def __init__(self, worker: HostSide, sampler: Sampler, num_slots: int) -> None:
+    def __init__(self, worker: StepWorker, sampler: Sampler, num_slots: int) -> None:
         self.worker = worker
         self.sampler = sampler
         self.source: DraftSource | None = None
@@ -248,9 +254,7 @@ class Executor(ABC):
             alive = [item for item, more in zip(alive, going_on, strict=True) if more]
             place += 1
 
-    def _choose_place(
-        self, members: Sequence[Member], logits: Tensor, place: int
-    ) -> list[bool]:
+    def _choose_place(self, members: Sequence[Member], logits: Tensor, place: int) -> list[bool]:
         """One token for every sequence; tells which of them have their draft accepted."""
         drafts = [m.drafts[place] if place < len(m.drafts) else None for m in members]
         states = [member.data.state for member in members]

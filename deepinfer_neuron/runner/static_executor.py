@@ -11,7 +11,6 @@ from torch import Tensor
 
 from deepinfer_neuron.cache.pools import BLOCK_TOKENS
 from deepinfer_neuron.model.shapes import PassShape
-from deepinfer_neuron.runner.buckets import Ladder
 from deepinfer_neuron.runner.executor import Executor, Member, PhaseSeconds
 from deepinfer_neuron.runner.pack import ChunkPlan
 from deepinfer_neuron.runner.pack_static import StaticPlan
@@ -42,15 +41,11 @@ class StaticExecutor(Executor):
         worker: network and caches.
         sampler: chooses tokens on the host.
         num_slots: slots, the dummy slot 0 included.
-        ladder: shapes of the passes.
     """
 
-    def __init__(
-        self, worker: StaticWorker, sampler: Sampler, num_slots: int, ladder: Ladder
-    ) -> None:
+    def __init__(self, worker: StaticWorker, sampler: Sampler, num_slots: int) -> None:
         super().__init__(worker, sampler, num_slots)
-        self._static = worker
-        self._ladder = ladder
+        self._static, self._ladder = worker, worker.ladder
 
     def _advance(self, plan: StepPlan, members: list[Member]) -> PhaseSeconds:
         """Queue every pass, then finish them in order."""
@@ -90,24 +85,39 @@ class StaticExecutor(Executor):
             StaticPlan(chunk, len(member.drafts))
             for member, chunk in zip(item.members, item.chunks, strict=True)
         ]
-        queued = self._static.queue(plans, item.shape)
-        seconds = time.monotonic() - started
+        platform, label = self._static.platform, _label(item.shape)
+        sampling = [member for member in item.members if member.samples]
+        plain = all(self.sampler.is_plain(member.data.state) for member in sampling)
+        scored = any(member.data.scores_prompt for member in item.members)
+        with platform.step(label):
+            queued = self._static.queue(plans, item.shape)
+            seconds = time.monotonic() - started
+            if sampling and plain and not scored:
+                self._finish_plain(item, queued)
+                return seconds, 0.0
         for place, member in enumerate(item.members):
             self._score_prompt(queued, item.shape, place, member)
-        sampling = [member for member in item.members if member.samples]
         if not sampling:
             return seconds, 0.0
-        if all(self.sampler.is_plain(member.data.state) for member in sampling):
-            outcome = self._static.verify(queued, len(item.members))
-            self._take(item.members, outcome)
-            self._draft(item.members, outcome)
-            return seconds, 0.0
-        self._choose_on_host(item, queued)
+        with platform.step(f"{label} {'verify' if plain else 'logits'}"):
+            if plain:
+                self._finish_plain(item, queued)
+                return seconds, 0.0
+            logits = self._static.logits(queued)
+        self._choose_on_host(item, logits)
         drafting = time.monotonic()
-        if self._ladder.nextn and self._any_goes_on(sampling):
+        if self._ladder.nextn and any(_goes_on(member) for member in sampling):
             tokens, accepted = _chosen(item.members, item.shape.outputs)
-            self._draft(item.members, self._static.propose(queued, tokens, accepted))
+            with platform.step(f"{label} drafts"):
+                outcome = self._static.propose(queued, tokens, accepted)
+            self._draft(item.members, outcome)
         return seconds, time.monotonic() - drafting
+
+    def _finish_plain(self, item: _Pass, queued: QueuedPass) -> None:
+        """Let the device choose, verify and propose."""
+        outcome = self._static.verify(queued, len(item.members))
+        self._take(item.members, outcome)
+        self._draft(item.members, outcome)
 
     def _take(self, members: Sequence[Member], outcome: PassOutcome) -> None:
         """Give plain sequences the tokens that the device chose, up to the one they end with."""
@@ -123,17 +133,10 @@ class StaticExecutor(Executor):
                 if result.failed is not None or member.data.state.ends_with(result.token_id):
                     break
 
-    def _choose_on_host(self, item: _Pass, queued: QueuedPass) -> None:
-        logits, outputs = self._static.logits(queued), item.shape.outputs
+    def _choose_on_host(self, item: _Pass, logits: Tensor) -> None:
+        outputs = item.shape.outputs
         sampling = [(p, m) for p, m in enumerate(item.members) if m.samples]
         self._choose([m for _, m in sampling], logits, [place * outputs for place, _ in sampling])
-
-    def _any_goes_on(self, members: Sequence[Member]) -> bool:
-        return any(
-            last.failed is None and not member.data.state.ends_with(last.token_id)
-            for member in members
-            for last in member.tokens[-1:]
-        )
 
     def _draft(self, members: Sequence[Member], outcome: PassOutcome) -> None:
         """Keep the drafts of the members that go on."""
@@ -156,10 +159,21 @@ class StaticExecutor(Executor):
             for part in rows.split(width):
                 padded = torch.zeros(width, dtype=torch.int32)
                 padded[: len(part)] = part
-                parts.append(self._static.logits(queued, padded)[: len(part)])
+                with self._static.platform.step(f"{_label(shape)} prompt scores"):
+                    parts.append(self._static.logits(queued, padded)[: len(part)])
             return torch.cat(parts)
 
         self._score_rows(member.data, member.begin, member.end, logits)
+
+
+def _label(shape: PassShape) -> str:
+    return f"{shape.sequences} x {shape.rows} rows, {shape.blocks} blocks"
+
+
+def _goes_on(member: Member) -> bool:
+    """Whether a member that sampled has not ended."""
+    last = member.tokens[-1]
+    return last.failed is None and not member.data.state.ends_with(last.token_id)
 
 
 def _blocks(member: Member) -> int:

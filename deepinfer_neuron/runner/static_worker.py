@@ -18,8 +18,9 @@ from deepinfer_neuron.model.static.step import StaticStep
 from deepinfer_neuron.ops.arithmetic import Arithmetic
 from deepinfer_neuron.platform.base import Platform
 from deepinfer_neuron.platform.regions import Regions
+from deepinfer_neuron.runner.buckets import Ladder
 from deepinfer_neuron.runner.hashes import TokenHashes
-from deepinfer_neuron.runner.pack import window_copy
+from deepinfer_neuron.runner.pack import ChunkPlan, window_copy
 from deepinfer_neuron.runner.pack_static import StaticPlan, pack_static
 from deepinfer_neuron.runner.worker import step_geometry
 
@@ -48,6 +49,14 @@ class PassOutcome:
     """fp32 ``[plans, K]``."""
 
 
+def _placed(network: StaticNetwork, platform: Platform) -> StaticNetwork:
+    """The network with every buffer on the device, one copy each."""
+    for module in network.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, platform.to_device(buffer))
+    return network
+
+
 class StaticWorker(TokenHashes):
     """Owns the network and its caches on one device.
 
@@ -61,6 +70,7 @@ class StaticWorker(TokenHashes):
         nextn: drafts per sequence; 0 leaves the draft blocks unloaded.
         backtracking: tokens that the rings let a sequence undo, at least ``nextn + 1``.
         temperatures: ``nextn`` divisors of the confidence logits.
+        ladder: shapes of the passes.
         progress: show a bar while loading.
     """
 
@@ -70,6 +80,7 @@ class StaticWorker(TokenHashes):
         arithmetic: Arithmetic,
         platform: Platform,
         regions: Regions,
+        ladder: Ladder,
         *,
         expanded: bool,
         max_length: int,
@@ -80,14 +91,13 @@ class StaticWorker(TokenHashes):
     ) -> None:
         super().__init__(checkpoint)
         self.config, self.nextn = checkpoint.config, nextn
-        self.platform, self.regions = platform, regions
+        self.platform, self.regions, self.ladder = platform, regions, ladder
         source = WeightSource(checkpoint, expanded, arithmetic)
         network = StaticNetwork(
             self.config, source, max_length, regions, nextn=nextn, temperatures=temperatures,
             progress=progress,
         )  # fmt: skip
-        network._apply(platform.to_device)
-        self.network = network
+        self.network = _placed(network, platform)
         self._buffers: dict[tuple[int, ...], Tensor] = {}
         self.layout = network.layout
         self.geometry = step_geometry(self.config, max(backtracking, nextn + 1))
@@ -167,6 +177,13 @@ class StaticWorker(TokenHashes):
         proposed = self.network.propose(chosen, place, queued.step, self.caches)
         return self._outcome(proposed, tokens.shape[1], count)
 
+    def hidden(self, plans: Sequence[ChunkPlan]) -> None:
+        """Run the backbone over a decode pass and wait for it, to see how long that takes."""
+        blocks = max(len(plan.block_table) for plan in plans)
+        shape = self.ladder.decode_shape(len(plans), self.nextn, blocks)
+        self.queue([StaticPlan(plan) for plan in plans], shape)
+        self.platform.synchronize()
+
     @torch.inference_mode()
     def restore_window(self, slot: int, length: int, pages: Sequence[int]) -> None:
         """Fill a sequence's window rings from the pages of the blocks before ``length``.
@@ -180,7 +197,8 @@ class StaticWorker(TokenHashes):
         width = max(1, self.geometry.window - 1)
         both = torch.zeros(2, width, dtype=torch.int32)
         both[0, : len(places)], both[1, : len(sources)] = places, sources
-        self.network.restore(self._upload(both), self.caches)
+        with self.platform.step("restore a window"):
+            self.network.restore(self._upload(both), self.caches)
 
     def _upload(self, host: Tensor) -> Tensor:
         """An int32 tensor on the device, in the one buffer of its shape."""

@@ -12,8 +12,8 @@ from deepinfer_neuron.ops.arithmetic import (
     FixedOrder,
     fixed_arithmetic,
     free_arithmetic,
+    fused_multiply_add,
 )
-from deepinfer_neuron.ops.arithmetic import fused_multiply_add
 from deepinfer_neuron.ops.hyper import (
     Mix,
     collapse,

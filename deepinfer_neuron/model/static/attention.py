@@ -23,7 +23,7 @@ from deepinfer_neuron.ops.attention import sink_attention
 from deepinfer_neuron.ops.compress import pool_pairs
 from deepinfer_neuron.ops.index import index_scores
 from deepinfer_neuron.ops.norm import rms_norm
-from deepinfer_neuron.ops.quant import q4_index, q8
+from deepinfer_neuron.ops.quant import q8
 from deepinfer_neuron.ops.rope import rope
 from deepinfer_neuron.platform.regions import RegionModule, Regions, region
 
@@ -120,7 +120,8 @@ class StaticAttention(RegionModule):
             a = q8(y, self.arithmetic)
             return self._attention(a, self.own.latent(a), rows, cache, selection)
 
-        return self.site(trunk, pre, block)
+        attended: tuple[Tensor, Tensor] = self.site(trunk, pre, block)
+        return attended
 
     @region
     def attend_and_select(
@@ -178,7 +179,7 @@ class StaticAttention(RegionModule):
         if selection is None:
             selection = Selection(near[:0], rows.keys[:, :0])
         out = sink_attention(
-            query, near, rows.keys, selection.keys, selection.index,
+            query, near, rows.keys, selection.keys, selection.places,
             own.sink, self.config.softmax_scale, self.arithmetic,
         )  # fmt: skip
         cache.ring.index_put_((rows.places,), words)
@@ -238,10 +239,10 @@ class StaticAttention(RegionModule):
     ) -> None:
         """Store the index keys of the same entries."""
         assert latent is not None
-        assert pools.index is not None
+        assert pools.index_keys is not None
         made = rms_norm(keys.wk(latent), keys.k_norm, keys.eps, self.arithmetic)
         words = self.codecs.index.pack(rope(made, source.turns, self.arithmetic))
-        pools.index.index_put_((source.slots,), words)
+        pools.index_keys.index_put_((source.slots,), words)
 
     def _select(
         self,
@@ -277,11 +278,11 @@ class StaticAttention(RegionModule):
 
     def _index_keys(self, source: RatioRows, pools: SourceCache, shape: PassShape) -> Tensor:
         """Index keys ``[S, entries, Di]`` of all blocks in the tables."""
-        assert pools.index is not None
+        assert pools.index_keys is not None
         per_block = BLOCK_TOKENS // self.ratio
-        blocks = pools.index.view(-1, per_block * pools.index.shape[1])
+        blocks = pools.index_keys.view(-1, per_block * pools.index_keys.shape[1])
         words = F.embedding(source.tables, blocks).view(
-            shape.sequences, shape.blocks * per_block, pools.index.shape[1]
+            shape.sequences, shape.blocks * per_block, pools.index_keys.shape[1]
         )
         return self.codecs.index.unpack(words)
 

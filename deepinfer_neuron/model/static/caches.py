@@ -41,7 +41,7 @@ class SourceCache(NamedTuple):
 
     entries: Tensor | None
     """int32 ``[blocks * entries, words]``: compressed keys of a KV source."""
-    index: Tensor | None
+    index_keys: Tensor | None
     """int32 ``[blocks * entries, words]``: index keys of an index-K source."""
     pairs: Tensor | None
     """fp32 ``[slots * ring, 2, D]``: open groups of a ratio-2 compressor."""
@@ -59,7 +59,7 @@ class Formats(NamedTuple):
 
     window: tuple[Encode, Decode]
     entries: tuple[Encode, Decode]
-    index: tuple[Encode, Decode]
+    index_keys: tuple[Encode, Decode]
 
 
 _HOST = Formats(
@@ -116,7 +116,8 @@ def join_bytes(octets: Tensor) -> Tensor:
     """
     first, second, third, fourth = octets.to(torch.int32).unflatten(-1, (-1, WORD)).unbind(-1)
     high: Tensor = graph_formats.shift_left(fourth, 24)
-    return first | (second * (1 << 8)) | (third * (1 << 16)) | high
+    joined: Tensor = first | (second * (1 << 8)) | (third * (1 << 16)) | high
+    return joined
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,9 @@ class WordCodecs:
         return cls(
             WordCodec(width, width, width // quant.GROUP, *formats.window),
             WordCodec(width, width // 2, width // quant.CACHE_GROUP, *formats.entries),
-            WordCodec(index_width, index_width // 2, index_width // quant.GROUP, *formats.index),
+            WordCodec(
+                index_width, index_width // 2, index_width // quant.GROUP, *formats.index_keys
+            ),
         )
 
 

@@ -172,9 +172,7 @@ class StaticDrafts(RegionModule):
         table = self.preparation.base_table
         positions = (anchor[:, None] + place).clamp(max=table.shape[0] - 1)
         keys, read = self._keys(anchor, accepted, history)
-        trunk, pre = self.embedding.streams_of(
-            F.embedding(ids.flatten(), self.embedding.table)
-        )
+        trunk, pre = self.embedding.streams_of(F.embedding(ids.flatten(), self.embedding.table))
         turns = table_rows(table, positions.flatten())
         return trunk, pre, DraftRows(turns, keys, read, golden)
 
@@ -183,9 +181,7 @@ class StaticDrafts(RegionModule):
         """Rows of a block, padding included."""
         return 1 << (self.nextn - 1).bit_length()
 
-    def _keys(
-        self, anchor: Tensor, accepted: Tensor, history: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _keys(self, anchor: Tensor, accepted: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
         """Keys of every row ``[S * K', W + K']`` and ring places read ``[S * W]``.
 
         A sequence's keys are its last ``W`` positions, as far as they exist, then its block.

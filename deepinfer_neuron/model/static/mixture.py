@@ -85,7 +85,8 @@ class StaticMixture(nn.Module):
 
     def forward(self, trunk: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
         """Trunk ``[n, M, D]`` and carried mix ``[n, M]`` to those of the next layer."""
-        return self.site(trunk, pre, self._mixture)
+        mixed: tuple[Tensor, Tensor] = self.site(trunk, pre, self._mixture)
+        return mixed
 
     def _mixture(self, y: Tensor) -> Tensor:
         c, arithmetic = self.config, self.arithmetic

@@ -165,9 +165,7 @@ class StaticNetwork(nn.Module):
                 published = _merged(published, left)
             else:
                 selection = published.selection if spec.ratio else None
-                streams, mix = layer.attention.attend(
-                    streams, mix, rows, cache.window, selection
-                )
+                streams, mix = layer.attention.attend(streams, mix, rows, cache.window, selection)
             streams, mix = layer.mixture.mix(streams, mix)
         if self.drafts is not None:
             self._remember(self.drafts, targets, step.plain, caches)
@@ -217,7 +215,7 @@ class StaticNetwork(nn.Module):
         assert spec.kv_source is not None
         assert spec.index_k_source is not None
         keys = caches.backbone[spec.kv_source].source
-        index = caches.backbone[spec.index_k_source].source.index
+        index = caches.backbone[spec.index_k_source].source.index_keys
         return SourceCache(keys.entries, index, keys.pairs if spec.owns_kv else None)
 
 

@@ -79,7 +79,7 @@ class Selection(NamedTuple):
 
     keys: Tensor
     """Compressed keys ``[f, D]``."""
-    index: Tensor
+    places: Tensor
     """int32 ``[n, k]`` each row's selection in them, -1 behind."""
 
 
