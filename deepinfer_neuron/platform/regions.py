@@ -229,7 +229,7 @@ def _part(key: RegionKey, arg: Any) -> Hashable:
             "inputs of a graph are tensors, not Python numbers",
             f"{key} given {arg!r}",
             "",
-            "pass device tensors, tuples of them, and frozen dataclasses of sizes",
+            "pass a device tensor, or a frozen dataclass of sizes",
         )
     return arg
 

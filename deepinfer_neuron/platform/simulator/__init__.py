@@ -13,6 +13,7 @@ from deepinfer_neuron.platform.simulator.counts import (
 from deepinfer_neuron.platform.simulator.device import DeviceTensor
 from deepinfer_neuron.platform.simulator.limits import Limits, Mode
 from deepinfer_neuron.platform.simulator.platform import SimulatedNeuronPlatform
+from deepinfer_neuron.platform.simulator.ranks import compare_graphs, compare_steps
 from deepinfer_neuron.platform.simulator.rules import RULES, Rule
 from deepinfer_neuron.platform.simulator.simulator import Simulator
 
@@ -30,4 +31,6 @@ __all__ = [
     "SimulatorReport",
     "StepReport",
     "Violation",
+    "compare_graphs",
+    "compare_steps",
 ]

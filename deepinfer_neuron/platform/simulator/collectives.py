@@ -108,8 +108,10 @@ def group_ranks(
 
 
 def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = (argument.name for argument in func._schema.arguments)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    arguments = func._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    given = dict(zip((argument.name for argument in arguments), args, strict=False))
+    return {**defaults, **given, **kwargs}
 
 
 def run_eager_collective(

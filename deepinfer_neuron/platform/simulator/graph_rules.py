@@ -29,6 +29,7 @@ Found = tuple[str, str, str]
 """Rule, detail, and Python location."""
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_READERS = frozenset({"item", "tolist"})
 _PACKED = frozenset({torch.uint8, torch.int8, torch.float8_e5m2, torch.float8_e4m3fn})
 
 
@@ -51,8 +52,9 @@ def lint(graph_module: fx.GraphModule, limits: Limits) -> Iterator[Found]:
 def lint_python(graph_module: fx.GraphModule, limits: Limits) -> Iterator[Found]:
     """What only the graph before decomposition still shows."""
     for node in graph_module.graph.nodes:
-        name = getattr(node.target, "__name__", "")
-        if node.op == "call_function" and name == "one_hot":
+        if node.op == "call_method" and node.target in _READERS:
+            yield "G07", f"{node.target}() of a tensor", location(node)
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "one_hot":
             value = node.meta.get("example_value")
             classes = value.shape[-1] if isinstance(value, Tensor) else 0
             if classes > limits.one_hot:
