@@ -97,8 +97,8 @@ def unwrap(values: Any) -> Any:
     """``values`` with tensors of the device replaced by the CPU tensors that they hold."""
     if isinstance(values, DeviceTensor):
         return values.held
-    if type(values) in (list, tuple):
-        return type(values)(map(unwrap, values))
+    if isinstance(values, list | tuple):
+        return _like(values, map(unwrap, values))
     if type(values) is dict:
         return {name: unwrap(value) for name, value in values.items()}
     return values
@@ -111,9 +111,14 @@ def wrap(values: Any, simulator: Simulator) -> Any:
     if isinstance(values, Tensor):
         return DeviceTensor(values, simulator)
     if isinstance(values, list | tuple):
-        parts = [wrap(value, simulator) for value in values]
-        return type(values)(parts)
+        return _like(values, (wrap(value, simulator) for value in values))
     return values
+
+
+def _like(values: Any, parts: Iterable[Any]) -> Any:
+    """``parts`` in the same kind of list or (named) tuple as ``values``."""
+    named = hasattr(values, "_fields")
+    return type(values)(*parts) if named else type(values)(parts)
 
 
 class _DeviceModule(backend_registration._DummyBackendModule):
