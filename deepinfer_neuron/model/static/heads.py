@@ -63,7 +63,8 @@ class StaticHead(RegionModule):
     def chosen(self, joined: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens int32 ``[S, O]`` and accepted drafts ``[S]`` that the host chose, uploaded as
         int32 ``[S, O + 1]``."""
-        return joined[:, :-1].contiguous(), joined[:, -1].contiguous()
+        # A clone has plain strides even where a single row makes the slice contiguous.
+        return joined[:, :-1].clone(), joined[:, -1].clone()
 
     @region
     def joined(self, tokens: Tensor, accepted: Tensor) -> Tensor:

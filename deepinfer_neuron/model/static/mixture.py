@@ -145,8 +145,11 @@ class StaticEngram(RegionModule):
         self.weight = nn.Buffer(weight, persistent=False)
         codes, scale = source.plain(f"{name}.embed.weight"), source.plain(f"{name}.embed.scale")
         self.width, self.groups = codes.shape[1], scale.shape[1]
-        self.codes = nn.Buffer(table_words(codes), persistent=False)
-        self.scale = nn.Buffer(table_words(scale), persistent=False)
+        # The layers' tables differ by a few rows; one length lets them share a graph.
+        assert config.engram is not None
+        count = max(config.engram.num_embeddings)
+        self.codes = nn.Buffer(table_words(codes, count), persistent=False)
+        self.scale = nn.Buffer(table_words(scale, count), persistent=False)
 
     @region
     def remember(self, trunk: Tensor, rows: Tensor) -> Tensor:
@@ -170,10 +173,12 @@ class StaticEngram(RegionModule):
         return values.flatten(1).to(self.arithmetic.dtype)
 
 
-def table_words(table: Tensor) -> Tensor:
-    """A table of bytes ``[rows, width]`` as int32 words, padded; on the host, at load."""
-    missing = -table.shape[1] % WORD
-    padded = F.pad(table.view(torch.uint8), (0, missing)) if missing else table.view(torch.uint8)
+def table_words(table: Tensor, count: int) -> Tensor:
+    """A table of bytes ``[rows, width]`` as int32 words ``[count, words]``, zeros behind; on the
+    host, at load."""
+    octets = table.view(torch.uint8)
+    missing, short = -table.shape[1] % WORD, count - table.shape[0]
+    padded = F.pad(octets, (0, missing, 0, short)) if missing or short else octets
     return padded.contiguous().view(torch.int32)
 
 

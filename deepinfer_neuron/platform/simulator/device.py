@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
