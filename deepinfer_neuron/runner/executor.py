@@ -111,6 +111,18 @@ class PhaseSeconds:
     draft: float
 
 
+@dataclass(frozen=True)
+class DeviceWork:
+    """Counts of a device that runs compiled regions."""
+
+    graphs: int
+    late_graphs: int
+    launches: int
+    passes: int
+    uploads: int
+    downloads: int
+
+
 class StepWorker(Protocol):
     """What an executor asks of the worker it runs."""
 
@@ -173,6 +185,10 @@ class Executor(ABC):
             sample_seconds=spent.sample,
             draft_seconds=spent.draft,
         )  # fmt: skip
+
+    def device_work(self) -> DeviceWork | None:
+        """What the device was asked to do; ``None`` where nothing is compiled."""
+        return None
 
     @abstractmethod
     def _advance(self, plan: StepPlan, members: list[Member]) -> PhaseSeconds:

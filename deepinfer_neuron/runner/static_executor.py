@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepinfer_neuron.cache.pools import BLOCK_TOKENS
 from deepinfer_neuron.model.shapes import PassShape
-from deepinfer_neuron.runner.executor import Executor, Member, PhaseSeconds
+from deepinfer_neuron.runner.executor import DeviceWork, Executor, Member, PhaseSeconds
 from deepinfer_neuron.runner.pack import ChunkPlan
 from deepinfer_neuron.runner.pack_static import StaticPlan
 from deepinfer_neuron.runner.plan import StepPlan
@@ -46,6 +46,18 @@ class StaticExecutor(Executor):
     def __init__(self, worker: StaticWorker, sampler: Sampler, num_slots: int) -> None:
         super().__init__(worker, sampler, num_slots)
         self._static, self._ladder = worker, worker.ladder
+
+    def device_work(self) -> DeviceWork:
+        """Counts since the worker was made."""
+        worker = self._static
+        return DeviceWork(
+            len(worker.regions.records),
+            worker.regions.compiled_late,
+            worker.regions.calls,
+            worker.passes,
+            worker.uploads,
+            worker.downloads,
+        )
 
     def _advance(self, plan: StepPlan, members: list[Member]) -> PhaseSeconds:
         """Queue every pass, then finish them in order."""

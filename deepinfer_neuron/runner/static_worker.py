@@ -102,6 +102,10 @@ class StaticWorker(TokenHashes):
         self.layout = network.layout
         self.geometry = step_geometry(self.config, max(backtracking, nextn + 1))
         self._caches: StaticCaches | None = None
+        self.passes = 0
+        """Passes queued so far."""
+        self.uploads = 0
+        self.downloads = 0
 
     def allocate(self, num_blocks: int, num_sequences: int, num_pages: int = 0) -> None:
         """Fresh caches for so many usable blocks, sequences and window pages.
@@ -126,6 +130,7 @@ class StaticWorker(TokenHashes):
     @torch.inference_mode()
     def queue(self, plans: Sequence[StaticPlan], shape: PassShape) -> QueuedPass:
         """Queue the backbone of a pass behind one upload."""
+        self.passes += 1
         block = self._upload(pack_static(plans, shape, self.layout, self.geometry))
         return QueuedPass(*self.network.run(block, shape, self.caches))
 
@@ -159,7 +164,7 @@ class StaticWorker(TokenHashes):
         """
         wanted = queued.step.outputs.rows if rows is None else self._upload(rows)
         trunk = queued.trunk
-        return self.platform.download(self.network.head.logits(trunk.streams, trunk.mix, wanted))
+        return self._download(self.network.head.logits(trunk.streams, trunk.mix, wanted))
 
     @torch.inference_mode()
     def propose(self, queued: QueuedPass, tokens: Tensor, accepted: Tensor) -> PassOutcome:
@@ -205,11 +210,16 @@ class StaticWorker(TokenHashes):
         size = tuple(host.shape)
         if size not in self._buffers:
             self._buffers[size] = torch.zeros(size, dtype=torch.int32, device=self.platform.device)
+        self.uploads += 1
         self.platform.upload(host, self._buffers[size])
         return self._buffers[size]
 
+    def _download(self, tensor: Tensor) -> Tensor:
+        self.downloads += 1
+        return self.platform.download(tensor)
+
     def _outcome(self, joined: Tensor, outputs: int, count: int) -> PassOutcome:
-        host = self.platform.download(joined)[:count]
+        host = self._download(joined)[:count]
         drafts = host[:, outputs + 1 :]
         nextn = drafts.shape[1] // 2
         return PassOutcome(

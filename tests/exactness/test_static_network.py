@@ -116,7 +116,7 @@ def check(pair: Pair, sequences: Sequence[Sequence_], begins: list[int], shape: 
         assert outcome.tokens[place, : len(best)].tolist() == best
         proposed = item.tokens[len(item.tokens) - item.drafts :]
         agreeing = [a == b for a, b in zip(proposed, best, strict=False)]
-        assert int(outcome.accepted[place]) == (agreeing + [False]).index(False)
+        assert int(outcome.accepted[place]) == [*agreeing, False].index(False)
     if pair.nextn:
         tokens, trust = pair.expected_drafts(sequences, outcome)
         assert torch.equal(tokens.to(torch.int32), outcome.drafts)

@@ -57,7 +57,12 @@ def leaves_latent(config: ModelConfig, spec: LayerSpec) -> bool:
 
 
 def attention_kind(config: ModelConfig, spec: LayerSpec) -> str:
-    """What tells the graphs of a layer's attention from those of other layers."""
+    """What tells the graphs of a layer's attention from those of other layers.
+
+    Layers that select nothing share one graph, whatever the ratio of the keys they are given.
+    """
+    if not spec.owns_index:
+        return "reuse" if spec.ratio else "window"
     parts = [f"ratio {spec.ratio}"]
     parts += ["keys"] * spec.owns_kv
     parts += ["index keys"] * spec.owns_index_k

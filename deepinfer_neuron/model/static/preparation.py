@@ -133,6 +133,6 @@ class Embedding(RegionModule):
     def streams_of(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """All streams start as the embedding; the first mix takes stream 0 alone."""
         trunk = embedded.to(self.arithmetic.dtype)[:, None, :].repeat(1, self.streams, 1)
-        stream = torch.arange(self.streams, device=embedded.device)
+        stream = torch.arange(self.streams, dtype=torch.int32, device=embedded.device)
         pre = (stream == 0).to(torch.float32).expand(embedded.shape[0], -1)
         return trunk, pre.contiguous()

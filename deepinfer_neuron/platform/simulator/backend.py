@@ -36,6 +36,7 @@ class SimulatedBackend:
         self._shadows = Shadows()
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._captures: dict[tuple[RegionKey, Signature], int] = {}
+        self._known: set[tuple[RegionKey, Signature]] = set()
         self._graphs: dict[Callable[..., Any], int] = {}
         self._sealed = False
         self._running: _Call | None = None
@@ -63,8 +64,9 @@ class SimulatedBackend:
         simulator.record(f"{key} {signature}")
         if simulator.checking:
             check_inputs(simulator, key, module, args)
-            if self._sealed and (key, signature) not in self._captures:
+            if self._sealed and (key, signature) not in self._known:
                 simulator.violate("G02", f"{key} with {signature} after warm-up")
+        self._known.add((key, signature))
         call = _Call(key, signature, function)
         out = self._launch(call, self._shadows.of(module), unwrap(args))
         if simulator.checking:
