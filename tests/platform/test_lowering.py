@@ -77,9 +77,18 @@ class TestLowering:
         with pytest.raises(PlatformError, match="register them as buffers"):
             lower(Layer.attribute, Layer(0), (torch.ones(4),))
 
-    def test_what_cannot_be_lowered_names_the_region(self) -> None:
-        with pytest.raises(PlatformError, match=r"Layer\.counted cannot be lowered"):
+    def test_shapes_that_depend_on_data_are_refused(self) -> None:
+        with pytest.raises(
+            PlatformError, match=r"Layer\.counted makes a tensor whose shape depends"
+        ):
             lower(Layer.counted, Layer(0), (torch.ones(4),))
+
+    def test_what_cannot_be_lowered_names_the_region(self) -> None:
+        def shifted(module: nn.Module, x: Tensor) -> Tensor:
+            return x >> 3
+
+        with pytest.raises(PlatformError, match="shifted cannot be lowered"):
+            lower(shifted, Stateless(), (torch.arange(4, dtype=torch.int32),))
 
     def test_data_dependent_branches_are_refused(self) -> None:
         def branch(module: nn.Module, x: Tensor) -> Tensor:
