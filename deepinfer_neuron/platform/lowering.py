@@ -271,6 +271,8 @@ _MOVES = frozenset(
     | {"reshape", "return", "scatter", "slice", "sort", "transpose"}
 )
 _SORT = re.compile(r'stablehlo\.sort"?\(([^)]*)\)')
+_STEP = re.compile(r"\d+:\d+:\d+")
+_INTEGERS = re.compile(r"tensor<(?:\d+x)*u?i\d+>")
 _OPERATION = re.compile(r"stablehlo\.(\w+)")
 _TYPE = re.compile(r"tensor<((?:\d+x)*)([a-z]\w*)>")
 
@@ -279,9 +281,9 @@ def scan(text: str) -> tuple[str, ...]:
     """What a lowered region holds that an accelerator does not take.
 
     Looked for: fp64 and arithmetic on int64 (single numbers are literals and pass, as do int64
-    indices that are only made, moved and used), float8 and complex types, dynamic shapes, and
-    sorts that carry a second tensor, whose order among equals is not defined unless they are
-    stable, and which are slow if they are.
+    indices that are only made, moved and used), float8 and complex types, dynamic shapes, slices
+    with a step, matrix products of integers, and sorts that carry a second tensor, whose order
+    among equals is not defined unless they are stable, and which are slow if they are.
 
     Args:
         text: StableHLO of :func:`lower`.
@@ -317,6 +319,10 @@ def _line_findings(line: str, name: str) -> Iterator[str]:
     for label, pattern in _FORBIDDEN.items():
         if pattern.search(line):
             yield f"{label}: {name}"
+    if name == "slice" and _STEP.search(line):
+        yield "slice with a step"
+    if name == "dot_general" and _INTEGERS.search(line):
+        yield "product of integers"
     sort = _SORT.search(line)
     if sort is not None and "," in sort.group(1):
         yield "sort with a payload"

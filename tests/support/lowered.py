@@ -11,9 +11,40 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from deepinfer_neuron.platform.lowering import Lowered, execute, lower, scan
+from deepinfer_neuron.platform.regions import PlainBackend, RegionKey, Signature
 from tests.ops.number_formats import same_bits
 
+FirstCall = tuple[Callable[..., Any], nn.Module, tuple[Any, ...]]
 Compare = Callable[[Tensor, Tensor], bool]
+
+
+class Recorder(PlainBackend):
+    """Runs regions plainly and keeps what each was first called with, ready to be lowered.
+
+    ::
+
+        recorder = Recorder()
+        ...  # run a network whose regions are Regions(recorder)
+        for function, module, args in recorder.first_calls.values():
+            check_region(function, module, args, within(2**-7, 2**-9))
+    """
+
+    def __init__(self) -> None:
+        self.first_calls: dict[tuple[RegionKey, Signature], FirstCall] = {}
+
+    def run(
+        self,
+        key: RegionKey,
+        signature: Signature,
+        function: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+    ) -> Any:
+        """The plain call."""
+        if (key, signature) not in self.first_calls:
+            # Regions write to caches: keep the arguments as they are now.
+            self.first_calls[key, signature] = (function, module, copy.deepcopy(args))
+        return super().run(key, signature, function, module, args)
 
 
 class Stateless(nn.Module):
