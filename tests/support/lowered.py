@@ -81,20 +81,22 @@ def check_region(
         the lowered region, for further checks.
     """
     lowered = lower(function, module, args)
-    assert scan(lowered.text) == ()
+    findings = scan(lowered.text)
+    assert not findings, findings
     run = execute(lowered, module, args)
     eager_module, eager_args = copy.deepcopy((module, args))
     with torch.no_grad():
         result = getattr(function, "__wrapped__", function)(eager_module, *eager_args)
     outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     assert len(outputs) == len(run.outputs)
-    for ours, expected in zip(run.outputs, outputs, strict=True):
-        assert compare(ours, expected)
+    for place, (ours, expected) in enumerate(zip(run.outputs, outputs, strict=True)):
+        assert compare(ours, expected), f"output {place}: {_difference(ours, expected)}"
     after = _named(eager_module, eager_args)
     before = _named(module, args)
     for name, tensor in after.items():
         if name in run.mutated:
-            assert compare(run.mutated[name], tensor), name
+            ours = run.mutated[name]
+            assert compare(ours, tensor), f"{name}: {_difference(ours, tensor)}"
         else:
             assert same_bits(tensor, before[name]), f"{name} is written to outside of the graph"
     return lowered
@@ -109,6 +111,14 @@ def check_function(
         return function(*values)
 
     return check_region(call, Stateless(), args, compare)
+
+
+def _difference(ours: Tensor, expected: Tensor) -> str:
+    if ours.dtype != expected.dtype or ours.shape != expected.shape:
+        return f"{ours.dtype} {list(ours.shape)} for {expected.dtype} {list(expected.shape)}"
+    wide, other = ours.to(torch.float64), expected.to(torch.float64)
+    count = int((wide != other).sum())
+    return f"{count} of {ours.numel()} differ, by up to {float((wide - other).abs().max())}"
 
 
 def _named(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Tensor]:
