@@ -84,7 +84,9 @@ def check_region(
     findings = scan(lowered.text)
     assert not findings, findings
     run = execute(lowered, module, args)
-    eager_module, eager_args = copy.deepcopy((module, args))
+    # The registry leads to all that a recorder holds.
+    regions = getattr(module, "regions", None)
+    eager_module, eager_args = copy.deepcopy((module, args), {id(regions): regions})
     with torch.no_grad():
         result = getattr(function, "__wrapped__", function)(eager_module, *eager_args)
     outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
