@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.export.graph_signature import InputKind, OutputKind
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from deepinfer_neuron.errors import PlatformError
@@ -80,15 +80,13 @@ def lower(function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...]
         PlatformError: torch-mlir is missing, the region cannot be lowered, or it holds a constant
             tensor.
     """
-    fx = _needed("torch_mlir.fx", "torch-mlir")
+    frontend = _needed("torch_mlir.fx", "torch-mlir")
+    function = inspect.unwrap(function)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        program, names = _exported(inspect.unwrap(function), module, args)
-        decompositions = _needed("torch_mlir.extras.fx_decomp_util", "torch-mlir")
-        program = program.run_decompositions(decompositions.get_decomposition_table())
-        inputs, mutated = _prune(program, names)
+        graph, inputs, mutated = _traced(function, module, args)
         try:
-            lowered = fx.stateless_fx_import(program.graph_module, output_type="stablehlo")
+            lowered = frontend.stateless_fx_import(graph, output_type="stablehlo")
         except Exception as error:
             # torch-mlir raises plain exceptions with a text of its own.
             raise PlatformError(f"{_name(function)} cannot be lowered: {error}") from error
@@ -114,6 +112,8 @@ def execute(lowered: Lowered, module: nn.Module, args: tuple[Any, ...]) -> Run:
     device = jax.devices("cpu")[0]
     options = client.CompileOptions()
     options.env_option_overrides = [("xla_allow_excess_precision", False)]
+    # Regions run once: most of the time goes into compiling them.
+    options.executable_build_options.debug_options.xla_backend_optimization_level = 0
     try:
         compiled = device.client.compile_and_load(lowered.text, [device], options)
     except client.XlaRuntimeError as error:
@@ -124,37 +124,46 @@ def execute(lowered: Lowered, module: nn.Module, args: tuple[Any, ...]) -> Run:
     return Run(tuple(results[count:]), dict(zip(lowered.mutated, results[:count], strict=True)))
 
 
-def _exported(
+def _traced(
     function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...]
-) -> tuple[torch.export.ExportedProgram, list[str]]:
-    """The functional graph, and the names of its inputs."""
+) -> tuple[fx.GraphModule, tuple[str, ...], tuple[str, ...]]:
+    """The functional graph, the names of its inputs, and of those it leaves new contents for."""
     tensors = _inputs(module, args)
     leaves, tree = pytree.tree_flatten(args)
     call = _Call(function, module)
 
-    def flat(*values: Tensor) -> Any:
+    def flat(*values: Tensor) -> tuple[Tensor, ...]:
         named = dict(zip(tensors, values, strict=True))
         given = iter([value for name, value in named.items() if name.startswith("args.")])
         filled = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         state = {name: value for name, value in named.items() if name.startswith("module.")}
         result = torch.func.functional_call(call, state, tuple(pytree.tree_unflatten(filled, tree)))
-        return tuple(leaf for leaf in pytree.tree_leaves(result) if leaf is not None)
+        return tuple(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
 
+    table = _needed("torch_mlir.extras.fx_decomp_util", "torch-mlir").get_decomposition_table()
+    trace = make_fx(
+        torch.func.functionalize(flat), table, tracing_mode="fake", _allow_non_fake_inputs=True
+    )
     try:
-        program = torch.export.export(_Flat(flat), tuple(tensors.values()), strict=False)
+        graph = trace(*tensors.values())
     except Exception as error:
         raise PlatformError(f"{_name(function)} cannot be traced: {error}") from error
-    constants = [
-        spec.target
-        for spec in program.graph_signature.input_specs
-        if spec.kind is not InputKind.USER_INPUT
-    ]
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and any(
+            isinstance(size, torch.SymInt) for size in value.shape
+        ):
+            raise PlatformError(
+                f"{_name(function)} makes a tensor whose shape depends on data ({node.target}); "
+                "a region has static shapes, so mask instead of selecting"
+            )
+    constants = [str(node.target) for node in graph.graph.nodes if node.op == "get_attr"]
     if constants:
         raise PlatformError(
-            f"{_name(function)} holds tensors that are neither parameters, buffers nor arguments "
-            f"({', '.join(map(str, constants))}); register them as buffers"
+            f"{_name(function)} holds {len(constants)} tensors that are neither parameters, "
+            "buffers nor arguments; register them as buffers"
         )
-    return program, list(tensors)
+    return graph, *_interface(graph, list(tensors))
 
 
 class _Call(nn.Module):
@@ -169,17 +178,6 @@ class _Call(nn.Module):
         return self._function(self.module, *args)
 
 
-class _Flat(nn.Module):
-    """A function of tensors; it owns no state that could be lifted."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, *values: Tensor) -> Any:
-        return self._function(*values)
-
-
 def _inputs(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Tensor]:
     """All tensors a region can read, by name; a tensor with two names appears once."""
     state = [*module.named_parameters(), *module.named_buffers()]
@@ -189,27 +187,29 @@ def _inputs(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Tensor]:
     return tensors
 
 
-def _prune(
-    program: torch.export.ExportedProgram, names: list[str]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Drop inputs that nothing reads and outputs that are no tensors.
+def _interface(graph: fx.GraphModule, names: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Turn writes to inputs into leading outputs, and drop the inputs that nothing reads.
 
     Returns:
         names of the remaining inputs, and of those whose new contents lead the outputs.
     """
-    graph = program.graph_module.graph
-    nodes = [node for node in graph.nodes if node.op == "placeholder"]
-    name_of = {node.name: name for node, name in zip(nodes, names, strict=True)}
-    mutated = [
-        name_of[str(spec.target)]
-        for spec in program.graph_signature.output_specs
-        if spec.kind is OutputKind.USER_INPUT_MUTATION
-    ]
+    nodes = list(graph.graph.nodes)
+    name_of = dict(zip((node for node in nodes if node.op == "placeholder"), names, strict=True))
+    contents = {}
     for node in nodes:
+        # Tracing leaves one copy behind the computation for each input that was written to.
+        if node.target is torch.ops.aten.copy_.default and node.args[0] in name_of:
+            contents[name_of[node.args[0]]] = node.args[1]
+            node.replace_all_uses_with(node.args[1])
+            graph.graph.erase_node(node)
+    output = nodes[-1]
+    output.args = ((*contents.values(), *output.args[0]),)
+    graph.graph.eliminate_dead_code()
+    for node in name_of:
         if not node.users:
-            graph.erase_node(node)
-    program.graph_module.recompile()
-    return tuple(name_of[node.name] for node in nodes if node.users), tuple(mutated)
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return tuple(name for node, name in name_of.items() if node.users), tuple(contents)
 
 
 def _clean(lowered: Any) -> str:
@@ -267,10 +267,12 @@ _FORBIDDEN = {
 }
 # What may be done with int64 indices.
 _MOVES = frozenset(
-    ("broadcast_in_dim", "concatenate", "constant", "convert", "gather", "iota", "pad", "region")
-    + ("reshape", "return", "scatter", "slice", "sort", "transpose")
+    {"broadcast_in_dim", "concatenate", "constant", "convert", "gather", "iota", "pad", "region"}
+    | {"reshape", "return", "scatter", "slice", "sort", "transpose"}
 )
 _SORT = re.compile(r'stablehlo\.sort"?\(([^)]*)\)')
+_STEP = re.compile(r"\d+:\d+:\d+")
+_INTEGERS = re.compile(r"tensor<(?:\d+x)*u?i\d+>")
 _OPERATION = re.compile(r"stablehlo\.(\w+)")
 _TYPE = re.compile(r"tensor<((?:\d+x)*)([a-z]\w*)>")
 
@@ -279,9 +281,9 @@ def scan(text: str) -> tuple[str, ...]:
     """What a lowered region holds that an accelerator does not take.
 
     Looked for: fp64 and arithmetic on int64 (single numbers are literals and pass, as do int64
-    indices that are only made, moved and used), float8 and complex types, dynamic shapes, and
-    sorts that carry a second tensor, whose order among equals is not defined unless they are
-    stable, and which are slow if they are.
+    indices that are only made, moved and used), float8 and complex types, dynamic shapes, slices
+    with a step, matrix products of integers, and sorts that carry a second tensor, whose order
+    among equals is not defined unless they are stable, and which are slow if they are.
 
     Args:
         text: StableHLO of :func:`lower`.
@@ -317,6 +319,10 @@ def _line_findings(line: str, name: str) -> Iterator[str]:
     for label, pattern in _FORBIDDEN.items():
         if pattern.search(line):
             yield f"{label}: {name}"
+    if name == "slice" and _STEP.search(line):
+        yield "slice with a step"
+    if name == "dot_general" and _INTEGERS.search(line):
+        yield "product of integers"
     sort = _SORT.search(line)
     if sort is not None and "," in sort.group(1):
         yield "sort with a payload"

@@ -77,9 +77,18 @@ class TestLowering:
         with pytest.raises(PlatformError, match="register them as buffers"):
             lower(Layer.attribute, Layer(0), (torch.ones(4),))
 
-    def test_what_cannot_be_lowered_names_the_region(self) -> None:
-        with pytest.raises(PlatformError, match=r"Layer\.counted cannot be lowered"):
+    def test_shapes_that_depend_on_data_are_refused(self) -> None:
+        with pytest.raises(
+            PlatformError, match=r"Layer\.counted makes a tensor whose shape depends"
+        ):
             lower(Layer.counted, Layer(0), (torch.ones(4),))
+
+    def test_what_cannot_be_lowered_names_the_region(self) -> None:
+        def shifted(module: nn.Module, x: Tensor) -> Tensor:
+            return x >> 3
+
+        with pytest.raises(PlatformError, match="shifted cannot be lowered"):
+            lower(shifted, Stateless(), (torch.arange(4, dtype=torch.int32),))
 
     def test_data_dependent_branches_are_refused(self) -> None:
         def branch(module: nn.Module, x: Tensor) -> Tensor:
@@ -111,6 +120,7 @@ class TestLowering:
         assert "i64: add" in findings(lambda m, x: (x.to(torch.int64) + 1).to(torch.int32))
         assert findings(lambda m, x: x.topk(2).indices.to(torch.int32)) == ("sort with a payload",)
         assert findings(lambda m, x: x.topk(2).values) == ()
+        assert findings(lambda m, x: x[:, ::2] + x[:, 1::2]) == ("slice with a step",)
         assert "float8: convert" in findings(lambda m, x: x.to(torch.float8_e4m3fn).float())
 
 
@@ -133,6 +143,15 @@ class TestScan:
                 "dynamic shape: dynamic_iota",
             ),
             ('%1:2 = "stablehlo.sort"(%a, %b) <{is_stable = true}> ({', "sort with a payload"),
+            (
+                "%0 = stablehlo.slice %a [0:8, 0:6:2] : (tensor<8x6xf32>) -> tensor<8x3xf32>",
+                "slice with a step",
+            ),
+            (
+                "%0 = stablehlo.dot_general %a, %b, contracting_dims = [1] x [0] : "
+                "(tensor<2x4xi32>, tensor<4x4xi32>) -> tensor<2x4xi32>",
+                "product of integers",
+            ),
             ("func.func @main(%arg0: tensor<i64>) -> tensor<f32> {", "i64: input or output"),
         ],
     )
@@ -143,6 +162,7 @@ class TestScan:
         "line",
         [
             "%c = stablehlo.constant dense<1.0> : tensor<1xf64>",
+            "%0 = stablehlo.slice %a [0:8, 2:6] : (tensor<8x6xf32>) -> tensor<8x4xf32>",
             "%0 = stablehlo.iota dim = 1 : tensor<4x6xi64>",
             "%0 = stablehlo.dynamic_slice %a, %b, sizes = [2] : tensor<2xf32>",
             '%1 = "stablehlo.sort"(%a) <{is_stable = false}> ({',

@@ -11,9 +11,40 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from deepinfer_neuron.platform.lowering import Lowered, execute, lower, scan
+from deepinfer_neuron.platform.regions import PlainBackend, RegionKey, Signature
 from tests.ops.number_formats import same_bits
 
+FirstCall = tuple[Callable[..., Any], nn.Module, tuple[Any, ...]]
 Compare = Callable[[Tensor, Tensor], bool]
+
+
+class Recorder(PlainBackend):
+    """Runs regions plainly and keeps what each was first called with, ready to be lowered.
+
+    ::
+
+        recorder = Recorder()
+        ...  # run a network whose regions are Regions(recorder)
+        for function, module, args in recorder.first_calls.values():
+            check_region(function, module, args, within(2**-7, 2**-9))
+    """
+
+    def __init__(self) -> None:
+        self.first_calls: dict[tuple[RegionKey, Signature], FirstCall] = {}
+
+    def run(
+        self,
+        key: RegionKey,
+        signature: Signature,
+        function: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+    ) -> Any:
+        """The plain call."""
+        if (key, signature) not in self.first_calls:
+            # Regions write to caches: keep the arguments as they are now.
+            self.first_calls[key, signature] = (function, module, copy.deepcopy(args))
+        return super().run(key, signature, function, module, args)
 
 
 class Stateless(nn.Module):
@@ -50,20 +81,24 @@ def check_region(
         the lowered region, for further checks.
     """
     lowered = lower(function, module, args)
-    assert scan(lowered.text) == ()
+    findings = scan(lowered.text)
+    assert not findings, findings
     run = execute(lowered, module, args)
-    eager_module, eager_args = copy.deepcopy((module, args))
+    # The registry leads to all that a recorder holds.
+    regions = getattr(module, "regions", None)
+    eager_module, eager_args = copy.deepcopy((module, args), {id(regions): regions})
     with torch.no_grad():
         result = getattr(function, "__wrapped__", function)(eager_module, *eager_args)
     outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     assert len(outputs) == len(run.outputs)
-    for ours, expected in zip(run.outputs, outputs, strict=True):
-        assert compare(ours, expected)
+    for place, (ours, expected) in enumerate(zip(run.outputs, outputs, strict=True)):
+        assert compare(ours, expected), f"output {place}: {_difference(ours, expected)}"
     after = _named(eager_module, eager_args)
     before = _named(module, args)
     for name, tensor in after.items():
         if name in run.mutated:
-            assert compare(run.mutated[name], tensor), name
+            ours = run.mutated[name]
+            assert compare(ours, tensor), f"{name}: {_difference(ours, tensor)}"
         else:
             assert same_bits(tensor, before[name]), f"{name} is written to outside of the graph"
     return lowered
@@ -78,6 +113,14 @@ def check_function(
         return function(*values)
 
     return check_region(call, Stateless(), args, compare)
+
+
+def _difference(ours: Tensor, expected: Tensor) -> str:
+    if ours.dtype != expected.dtype or ours.shape != expected.shape:
+        return f"{ours.dtype} {list(ours.shape)} for {expected.dtype} {list(expected.shape)}"
+    wide, other = ours.to(torch.float64), expected.to(torch.float64)
+    count = int((wide != other).sum())
+    return f"{count} of {ours.numel()} differ, by up to {float((wide - other).abs().max())}"
 
 
 def _named(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Tensor]:
