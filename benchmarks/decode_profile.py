@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -52,14 +52,38 @@ _PACKAGE = "deepinfer_neuron"
 
 @dataclass
 class Cost:
-    """Sums over the decode steps."""
+    """What an operator cost in the decode steps.
 
-    seconds: float = 0.0
+    Attributes:
+        calls: how many there were.
+        seconds: that they took, without the functions that count for themselves.
+        bytes: that its torch operations touched.
+        operations: seconds of each torch operation, by its name and the bytes that it touched.
+    """
+
     calls: int = 0
+    seconds: float = 0.0
     bytes: int = 0
-    launches: int = 0
-    large: float = 0.0
-    """Seconds in large torch operations."""
+    operations: dict[tuple[str, int], list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    @property
+    def launches(self) -> int:
+        """Torch operations."""
+        return sum(map(len, self.operations.values()))
+
+    def large(self, fixed: float) -> float:
+        """Share of the time of its torch operations that passes in large ones.
+
+        Equal operations count with their median, so that interruptions do not look like work.
+        """
+        total = large = 0.0
+        for taken in self.operations.values():
+            median = statistics.median(taken)
+            total += median * len(taken)
+            large += median * len(taken) if median > LARGE * fixed else 0.0
+        return large / total if total else 0.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +96,7 @@ class Share:
         calls: per step.
         part: share of the step.
         launches: torch operations per step.
-        large: share of its time in large ones.
+        large: share of their time that passes in large ones.
         gbytes: 10^9 bytes per second.
         bound: what bounds it.
     """
@@ -111,19 +135,19 @@ class Recorder:
     """Adds up what the wrapped functions cost while it is active.
 
     Attributes:
-        fixed: seconds of a torch operation on one number, or ``None`` to leave torch operations
-            alone; looking at them makes the times of the operators meaningless.
+        counting: whether to look at torch operations, which makes the times of the operators
+            meaningless.
         costs: by operator.
-        steps: decode steps of the whole batch.
-        seconds: that they took together.
+        steps: seconds of each decode step of the whole batch.
+        fixed: seconds of torch operations on one number, measured in every step.
     """
 
-    def __init__(self, fixed: float | None = None) -> None:
-        self.fixed = fixed
+    def __init__(self, *, counting: bool) -> None:
+        self.counting = counting
         self.active = False
         self.costs: dict[str, Cost] = defaultdict(Cost)
-        self.steps = 0
-        self.seconds = 0.0
+        self.steps: list[float] = []
+        self.fixed: list[float] = []
         self._stack: list[str] = []
         self._inner: list[float] = []
 
@@ -152,13 +176,12 @@ class Recorder:
 
         return recorded
 
-    def launched(self, moved: int, seconds: float) -> None:
+    def launched(self, name: str, moved: int, seconds: float) -> None:
         """Count a torch operation, which touched that many bytes, for the innermost function."""
-        if self.fixed is not None and self.active and self._stack:
+        if self.active and self._stack:
             cost = self.costs[self._stack[-1]]
-            cost.launches += 1
             cost.bytes += moved
-            cost.large += seconds if seconds > LARGE * self.fixed else 0.0
+            cost.operations[name, moved].append(seconds)
 
     def step(self, run: Callable[..., Any], batch: int) -> Callable[..., Any]:
         """The executor's method, recorded if the whole batch decodes."""
@@ -166,23 +189,24 @@ class Recorder:
         def recorded(executor: Executor, plan: StepPlan) -> Any:
             decodes = len(plan.rows) == batch and bool((plan.rows == 1).all())
             self.active = decodes and not plan.admissions
+            if self.active and self.counting:
+                self.fixed += fixed_costs()
             started = time.perf_counter()
             try:
-                with Launches(self.launched) if self.fixed is not None else nullcontext():
+                with Launches(self.launched) if self.counting else nullcontext():
                     return run(executor, plan)
             finally:
                 if self.active:
-                    self.steps += 1
-                    self.seconds += time.perf_counter() - started
+                    self.steps.append(time.perf_counter() - started)
                 self.active = False
 
         return recorded
 
 
 class Launches(TorchDispatchMode):
-    """Reports the bytes and the seconds of every torch operation."""
+    """Reports name, bytes and seconds of every torch operation."""
 
-    def __init__(self, report: Callable[[int, float], None]) -> None:
+    def __init__(self, report: Callable[[str, int, float], None]) -> None:
         super().__init__()
         self.report = report
 
@@ -190,17 +214,17 @@ class Launches(TorchDispatchMode):
         started = time.perf_counter()
         result = func(*args, **(kwargs or {}))
         taken = time.perf_counter() - started
-        self.report(touched(func, args, result), taken)
+        self.report(func.overloadpacket.__name__, touched(func, args, result), taken)
         return result
 
 
-def fixed_seconds() -> float:
-    """What a torch operation costs before it does any work, as :class:`Launches` sees it."""
+def fixed_costs() -> list[float]:
+    """What torch operations cost before they do any work, as :class:`Launches` sees it."""
     one, taken = torch.ones(1), []
-    with Launches(lambda _, seconds: taken.append(seconds)):
-        for _ in range(2000):
+    with Launches(lambda *seen: taken.append(seen[-1])):
+        for _ in range(50):
             one + 1.0
-    return statistics.median(taken)
+    return taken
 
 
 def touched(operation: OpOverload, args: Sequence[Any], result: Any) -> int:
@@ -271,8 +295,8 @@ def bound(gbytes: float, copy_gbytes: float, large: float) -> str:
     """What bounds an operator.
 
     ``memory`` if its torch operations move bytes at half the bandwidth of a copy or more, else
-    ``kernels`` if half of its time or more passes inside of large ones, be it with arithmetic or
-    with cache misses, else ``dispatch``: many small operations, and the Python around them.
+    ``kernels`` if at least half of their time passes in large ones, be it with arithmetic or with
+    cache misses, else ``dispatch``: many small operations, whose fixed cost is most of it.
     """
     if gbytes >= 0.5 * copy_gbytes:
         return MEMORY
@@ -291,26 +315,27 @@ def profile(directory: Path, batch: int, tokens: int, copy_gbytes: float) -> Pro
     Raises:
         ValueError: no step decoded the whole batch.
     """
-    timed = _record(directory, batch, tokens, Recorder())
-    counted = _record(directory, batch, tokens, Recorder(fixed_seconds()))
+    timed = _record(directory, batch, tokens, Recorder(counting=False))
+    counted = _record(directory, batch, tokens, Recorder(counting=True))
     if not timed.steps or not counted.steps:
         raise ValueError(f"no step decoded {batch} requests together")
+    step, steps = statistics.mean(timed.steps), len(timed.steps)
+    fixed = statistics.median(counted.fixed)
     shares = []
     for name, cost in timed.costs.items():
-        seconds, other = cost.seconds / timed.steps, counted.costs[name]
-        launches, moved = other.launches / counted.steps, other.bytes / counted.steps
-        gbytes, large = moved / seconds / 1e9, other.large / counted.steps / seconds
+        seconds, other = cost.seconds / steps, counted.costs[name]
+        large, gbytes = other.large(fixed), other.bytes / len(counted.steps) / seconds / 1e9
         shares.append(
             Share(
                 name=name,
                 seconds=seconds,
-                calls=cost.calls / timed.steps,
-                part=cost.seconds / timed.seconds,
-                launches=launches,
-                large=min(1.0, large),
+                calls=cost.calls / steps,
+                part=seconds / step,
+                launches=other.launches / len(counted.steps),
+                large=large,
                 gbytes=gbytes,
                 bound=bound(gbytes, copy_gbytes, large),
             )
         )
     shares.sort(key=lambda share: -share.seconds)
-    return Profile(batch, timed.seconds / timed.steps, tuple(shares))
+    return Profile(batch, step, tuple(shares))

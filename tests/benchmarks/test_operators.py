@@ -93,7 +93,7 @@ def test_the_rule_of_the_bounds(gbytes: float, large: float, expected: str) -> N
 def test_what_torch_operations_touch() -> None:
     seen: list[int] = []
     table, index, rows = torch.zeros(100, 4), torch.tensor([3, 5]), torch.ones(2, 4)
-    with Launches(lambda moved, _: seen.append(moved)):
+    with Launches(lambda _, moved, seconds: seen.append(moved)):
         _ = table + table
         _ = table[:50]
         _ = table.index_select(0, index)
@@ -101,12 +101,14 @@ def test_what_torch_operations_touch() -> None:
     assert seen == [3 * 1600, 0, 16 + 32, 16 + 32]
 
 
-def test_only_large_operations_of_a_recorded_function_count_as_large() -> None:
-    recorder = Recorder(fixed=1.0)
+def test_large_operations_of_a_recorded_function() -> None:
+    """An interruption of a small operation does not make it large."""
+    recorder = Recorder(counting=True)
 
     def work() -> None:
-        recorder.launched(7, 1.9)
-        recorder.launched(9, 2.1)
+        for seconds in (1.0, 1.0, 90.0):
+            recorder.launched("small", 7, seconds)
+        recorder.launched("large", 9, 3.0)
 
     recorded = recorder.wrap("work", work)
     recorded()
@@ -114,11 +116,13 @@ def test_only_large_operations_of_a_recorded_function_count_as_large() -> None:
     recorder.active = True
     recorded()
     cost = recorder.costs["work"]
-    assert (cost.calls, cost.launches, cost.bytes, cost.large) == (1, 2, 16, 2.1)
+    assert (cost.calls, cost.launches, cost.bytes) == (1, 4, 3 * 7 + 9)
+    assert cost.large(fixed=1.0) == 0.5
+    assert cost.large(fixed=2.0) == 0.0
 
 
 def test_wrappers_are_taken_off_again() -> None:
-    with wrapped(Recorder(), 1):
+    with wrapped(Recorder(counting=False), 1):
         assert attention.rms_norm is not rms_norm
     assert attention.rms_norm is rms_norm
     assert operators()[rms_norm] == "norm.rms_norm"
