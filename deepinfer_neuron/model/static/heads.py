@@ -63,8 +63,9 @@ class StaticHead(RegionModule):
     def chosen(self, joined: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens int32 ``[S, O]`` and accepted drafts ``[S]`` that the host chose, uploaded as
         int32 ``[S, O + 1]``."""
-        # A clone has plain strides even where a single row makes the slice contiguous.
-        return joined[:, :-1].clone(), joined[:, -1].clone()
+        # With one sequence the slices pass for contiguous but keep the strides of the block.
+        plain = torch.contiguous_format
+        return joined[:, :-1].clone(memory_format=plain), joined[:, -1].clone(memory_format=plain)
 
     @region
     def joined(self, tokens: Tensor, accepted: Tensor) -> Tensor:
