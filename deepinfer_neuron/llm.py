@@ -172,7 +172,8 @@ class LLM:
             what ``DEEPINFER_ZERO_OVERHEAD_SCHEDULING`` says.
         weights: ``"packed"`` keeps quantized weights memory-mapped as stored, ``"expanded"``
             decodes them to bf16 once, ``"auto"`` expands when they fit into half of the available
-            memory. By default what ``DEEPINFER_NEURON_WEIGHTS`` says.
+            memory; on Neuron it expands what shortens a decode step within the memory left. By
+            default what ``DEEPINFER_NEURON_WEIGHTS`` says.
         batch_invariant: fixed-order arithmetic, whose results for a request do not depend on what
             else runs. By default what ``DEEPINFER_BATCH_INVARIANT`` says.
         compile: ``"regions"`` compiles every part of the network once per shape, ``"off"`` runs it
@@ -225,7 +226,8 @@ class LLM:
         if nextn is None and config.draft is not None:
             nextn = settings.nextn
         size = expanded_bytes(config, drafts=nextn != 0)
-        self.weights = _weights_mode(weights or settings.weights, size, memory)
+        mode = weights or settings.weights
+        self.weights = _weights_mode(mode, size, memory, planned=platform.name == "neuron")
         self.config = EngineOptions(
             max_model_len,
             max_num_seqs,
@@ -240,7 +242,7 @@ class LLM:
         fixed = _given(batch_invariant, settings.batch_invariant)
         parts = Parts(
             self.checkpoint, self.tokenizer, settings, _arithmetic(platform, fixed),
-            self.weights == "expanded", platform, progress,
+            None if self.weights == "auto" else self.weights == "expanded", platform, progress,
         )  # fmt: skip
         self.engine: EngineCore = build_engine(parts, self.config)
         self._lock = threading.Lock()
@@ -511,9 +513,12 @@ def _arithmetic(platform: Platform, fixed: bool) -> Arithmetic:
     return Arithmetic(FixedOrder() if fixed else FreeOrder(), graph=platform.graph, wide=wide)
 
 
-def _weights_mode(mode: str, expanded: int, available: int) -> WeightsMode:
+def _weights_mode(mode: str, expanded: int, available: int, *, planned: bool) -> WeightsMode:
+    """The mode in use; ``"auto"`` stays where a placement decides matrix by matrix."""
     if mode not in WEIGHTS_MODES:
         raise ConfigError(f"weights is {mode!r}; give one of {', '.join(WEIGHTS_MODES)}")
+    if mode == "auto" and planned:
+        return "auto"
     if mode == "packed":
         return "packed"
     if mode == "expanded" or expanded <= _EXPAND_BELOW * available:

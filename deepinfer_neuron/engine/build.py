@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,11 +14,14 @@ from deepinfer_neuron.checkpoint.reader import Checkpoint
 from deepinfer_neuron.engine.budget import DraftBudget
 from deepinfer_neuron.engine.config import EngineConfig, blocks_per_window, check_integer
 from deepinfer_neuron.engine.core import EngineCore
+from deepinfer_neuron.engine.layout import Layout
+from deepinfer_neuron.engine.placement import measure, place
 from deepinfer_neuron.engine.scheduler import Scheduler, SchedulerConfig
 from deepinfer_neuron.engine.step_times import CurveFiles, curve_key, measure_curve, row_counts
 from deepinfer_neuron.errors import ConfigError
 from deepinfer_neuron.ops.arithmetic import Arithmetic
 from deepinfer_neuron.platform import Platform
+from deepinfer_neuron.platform.simulator.cost import trn2_core
 from deepinfer_neuron.runner.buckets import Ladder
 from deepinfer_neuron.runner.drafter import LOWEST_TEMPERATURE, Drafter
 from deepinfer_neuron.runner.executor import StepWorker
@@ -43,8 +46,9 @@ class Parts:
     tokenizer: Tokenizer
     settings: Settings
     arithmetic: Arithmetic
-    expanded: bool
-    """Whether quantized weights are decoded once."""
+    expanded: bool | None
+    """Whether quantized weights are decoded once; ``None`` leaves it to the placement of a device,
+    which decodes what shortens a step within the memory that is left."""
     platform: Platform
     progress: bool
     """Show a bar while loading."""
@@ -89,7 +93,7 @@ def _host_executor(parts: Parts, config: EngineConfig, sampler: Sampler) -> Host
     worker = Worker(
         parts.checkpoint,
         parts.arithmetic,
-        expanded=parts.expanded,
+        expanded=bool(parts.expanded),
         max_length=config.max_model_len,
         progress=parts.progress,
         nextn=config.nextn,
@@ -118,11 +122,12 @@ def _static_executor(parts: Parts, config: EngineConfig, sampler: Sampler) -> St
         parts.platform,
         parts.platform.make_regions(),
         ladder,
-        expanded=parts.expanded,
+        expanded=_expanded(parts, config),
         max_length=config.max_model_len,
         nextn=config.nextn,
         backtracking=_backtracking(parts.settings),
         temperatures=_temperatures(parts.settings, config.nextn) if config.nextn else (),
+        host_embed=parts.settings.host_embed,
         progress=parts.progress,
     )
     worker.allocate(config.num_blocks - 1, config.max_num_seqs, config.num_pages - 1)
@@ -137,6 +142,31 @@ def _static_executor(parts: Parts, config: EngineConfig, sampler: Sampler) -> St
                 done.seconds, done.passes, done.passes + len(done.missing),
             )  # fmt: skip
     return StaticExecutor(worker, sampler, config.max_num_seqs + 1)
+
+
+def _expanded(parts: Parts, config: EngineConfig) -> bool | frozenset[str]:
+    """Which matrices a device holds expanded.
+
+    Raises :class:`ConfigError` where the model does not fit into its memory.
+    """
+    if parts.expanded is not None:
+        return parts.expanded
+    model = parts.checkpoint.config
+    layout = Layout(
+        cores=1, ep=1, cp=1, nextn=config.nextn, max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+        dense="replicated", host_embed=parts.settings.host_embed,
+    )  # fmt: skip
+    core = replace(trn2_core(), hbm_bytes=parts.platform.total_memory_bytes())
+    placement = place(model, layout, core)
+    if placement is None:
+        missing = measure(model, layout, core).missing
+        raise ConfigError(
+            f"the model does not fit on one core of {core.hbm_bytes / 2**30:.0f} GiB: "
+            f"{missing / 2**30:.2f} GiB are missing. 'inspect --plan' shows where the memory "
+            "goes; lower max_num_seqs or max_model_len, or use device 'cpu'."
+        )
+    return placement.step.path.matrices
 
 
 def _backtracking(settings: Settings) -> int:
@@ -169,7 +199,7 @@ def _budget(parts: Parts, config: EngineConfig, worker: StepWorker) -> DraftBudg
     key = ""
     if settings.perf_cache_dir:
         files = CurveFiles(Path(settings.perf_cache_dir), settings.perf_cache_ttl)
-        weights = "expanded" if parts.expanded else "packed"
+        weights = {True: "expanded", False: "packed", None: "planned"}[parts.expanded]
         order = f"{type(parts.arithmetic.order).__name__} on {parts.platform.name}"
         model = str(parts.checkpoint.directory)
         key = curve_key(model, rows, weights, order, torch.get_num_threads())

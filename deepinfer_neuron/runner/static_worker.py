@@ -16,6 +16,7 @@ from deepinfer_neuron.model.static.heads import INVALID
 from deepinfer_neuron.model.static.network import StaticCaches, StaticNetwork, Trunk
 from deepinfer_neuron.model.static.step import StaticStep
 from deepinfer_neuron.ops.arithmetic import Arithmetic
+from deepinfer_neuron.ops.gather import gather_rows
 from deepinfer_neuron.platform.base import Platform
 from deepinfer_neuron.platform.regions import Regions
 from deepinfer_neuron.runner.buckets import Ladder
@@ -65,11 +66,13 @@ class StaticWorker(TokenHashes):
         arithmetic: order and form of the operators.
         platform: the device.
         regions: where regions run.
-        expanded: decode quantized weights once, or in every region that uses them.
+        expanded: decode quantized weights once, or in every region that uses them; a set of names
+            decodes just those matrices once.
         max_length: exclusive upper bound of every position of a sequence.
         nextn: drafts per sequence; 0 leaves the draft blocks unloaded.
         backtracking: tokens that the rings let a sequence undo, at least ``nextn + 1``.
         temperatures: ``nextn`` divisors of the confidence logits.
+        host_embed: leave the token embedding in host memory.
         ladder: shapes of the passes.
         progress: show a bar while loading.
     """
@@ -82,11 +85,12 @@ class StaticWorker(TokenHashes):
         regions: Regions,
         ladder: Ladder,
         *,
-        expanded: bool,
+        expanded: bool | frozenset[str],
         max_length: int,
         nextn: int = 0,
         backtracking: int = 0,
         temperatures: tuple[float, ...] = (),
+        host_embed: bool = False,
         progress: bool = False,
     ) -> None:
         super().__init__(checkpoint)
@@ -94,14 +98,15 @@ class StaticWorker(TokenHashes):
         self.platform, self.regions, self.ladder = platform, regions, ladder
         source = WeightSource(checkpoint, expanded, arithmetic)
         network = StaticNetwork(
-            self.config, source, max_length, regions, nextn=nextn, temperatures=temperatures,
-            progress=progress,
+            self.config, source, max_length, regions, nextn=nextn, host_embed=host_embed,
+            temperatures=temperatures, progress=progress,
         )  # fmt: skip
         self.network = _placed(network, platform)
-        self._buffers: dict[tuple[int, ...], Tensor] = {}
+        self._buffers: dict[tuple[object, ...], Tensor] = {}
         self.layout = network.layout
         self.geometry = step_geometry(self.config, max(backtracking, nextn + 1))
         self._caches: StaticCaches | None = None
+        self._table = source.plain("embed.weight") if host_embed else None
         self.passes = 0
         """Passes queued so far."""
         self.uploads = 0
@@ -131,8 +136,11 @@ class StaticWorker(TokenHashes):
     def queue(self, plans: Sequence[StaticPlan], shape: PassShape) -> QueuedPass:
         """Queue the backbone of a pass behind one upload."""
         self.passes += 1
-        block = self._upload(pack_static(plans, shape, self.layout, self.geometry))
-        return QueuedPass(*self.network.run(block, shape, self.caches))
+        packed = pack_static(plans, shape, self.layout, self.geometry)
+        # The token ids come first in the block.
+        embedded = self._embedded(packed[: shape.total_rows])
+        block = self._upload(packed)
+        return QueuedPass(*self.network.run(block, shape, self.caches, embedded))
 
     @torch.inference_mode()
     def verify(self, queued: QueuedPass, count: int) -> PassOutcome:
@@ -148,8 +156,10 @@ class StaticWorker(TokenHashes):
         if not self.nextn:
             joined = self.network.head.joined(tokens, accepted)
             return self._outcome(joined, tokens.shape[1], count)
-        proposed = self.network.propose(tokens, accepted, queued.step, self.caches)
-        return self._outcome(proposed, tokens.shape[1], count)
+        known = None
+        if self._table is not None:
+            known = self._download(self.network.head.joined(tokens, accepted))
+        return self._propose(queued, tokens, accepted, known, count)
 
     @torch.inference_mode()
     def logits(self, queued: QueuedPass, rows: Tensor | None = None) -> Tensor:
@@ -179,8 +189,7 @@ class StaticWorker(TokenHashes):
         padded = torch.zeros(shape, tokens.shape[1] + 1, dtype=torch.int32)
         padded[:count, :-1], padded[:count, -1] = tokens, accepted
         chosen, place = self.network.head.chosen(self._upload(padded))
-        proposed = self.network.propose(chosen, place, queued.step, self.caches)
-        return self._outcome(proposed, tokens.shape[1], count)
+        return self._propose(queued, chosen, place, padded, count)
 
     def hidden(self, plans: Sequence[ChunkPlan]) -> None:
         """Run the backbone over a decode pass and wait for it, to see how long that takes."""
@@ -205,14 +214,36 @@ class StaticWorker(TokenHashes):
         with self.platform.step("restore a window"):
             self.network.restore(self._upload(both), self.caches)
 
+    def _propose(
+        self, queued: QueuedPass, tokens: Tensor, accepted: Tensor, known: Tensor | None, count: int
+    ) -> PassOutcome:
+        """Run the draft blocks; ``known`` holds the same tokens and places on the host, where the
+        embedding is in its memory."""
+        embedded = None
+        drafts = self.network.drafts
+        if self._table is not None and known is not None and drafts is not None:
+            ids = torch.full((len(known), drafts.rows), drafts.noise, dtype=torch.int32)
+            newest = known[:, :-1].gather(1, known[:, -1:].to(torch.int64))
+            ids[:, :1] = newest.clamp(min=0)
+            embedded = self._embedded(ids.flatten())
+        proposed = self.network.propose(tokens, accepted, queued.step, self.caches, embedded)
+        return self._outcome(proposed, tokens.shape[1], count)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor | None:
+        """Rows of the embedding on the device, if it is in host memory."""
+        if self._table is None:
+            return None
+        return self._upload(gather_rows(self._table, token_ids.to(torch.int64)))
+
     def _upload(self, host: Tensor) -> Tensor:
-        """An int32 tensor on the device, in the one buffer of its shape."""
-        size = tuple(host.shape)
-        if size not in self._buffers:
-            self._buffers[size] = torch.zeros(size, dtype=torch.int32, device=self.platform.device)
+        """A tensor on the device, in the one buffer of its shape and dtype."""
+        kind = (*host.shape, host.dtype)
+        if kind not in self._buffers:
+            device = self.platform.device
+            self._buffers[kind] = torch.zeros(host.shape, dtype=host.dtype, device=device)
         self.uploads += 1
-        self.platform.upload(host, self._buffers[size])
-        return self._buffers[size]
+        self.platform.upload(host, self._buffers[kind])
+        return self._buffers[kind]
 
     def _download(self, tensor: Tensor) -> Tensor:
         self.downloads += 1

@@ -52,7 +52,14 @@ class Sequence_:
 class Pair:
     """The same model twice: ragged and static, with caches of the same sizes."""
 
-    def __init__(self, checkpoint: Checkpoint, arithmetic: Arithmetic, nextn: int = NEXTN) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        arithmetic: Arithmetic,
+        nextn: int = NEXTN,
+        expanded: bool | frozenset[str] = False,
+        host_embed: bool = False,
+    ) -> None:
         self.nextn = nextn
         self.ragged = Worker(
             checkpoint, fixed_arithmetic(), expanded=True, max_length=LENGTH, nextn=nextn
@@ -62,7 +69,7 @@ class Pair:
             lowest_prefill=1,
         )  # fmt: skip
         self.static = StaticWorker(
-            checkpoint, arithmetic, CpuPlatform(), Regions(), ladder, expanded=False,
+            checkpoint, arithmetic, CpuPlatform(), Regions(), ladder, expanded=expanded, host_embed=host_embed,
             max_length=LENGTH, nextn=nextn, temperatures=(1.0,) * nextn,
         )  # fmt: skip
         self.ragged.allocate(20, 4, 6)
@@ -192,3 +199,38 @@ def test_what_lies_in_the_padding_is_never_seen(open_checkpoint: OpenCheckpoint)
     item.drafts = 2
     begin = grow(item, 3, rng, checkpoint.config.vocab_size)
     check(pair, [item], [begin], PassShape(4, 8, 2, 6))
+
+
+def test_any_choice_of_expanded_matrices_gives_the_same_bits(
+    open_checkpoint: OpenCheckpoint,
+) -> None:
+    """Some experts, some projections and both kinds of draft matrices are decoded once."""
+    checkpoint = open_checkpoint("nano")
+    names = frozenset(
+        {f"layers.{layer}.ffn.experts.{expert}.w2" for layer in range(9) for expert in (1, 4)}
+        | {f"layers.{layer}.attn.wo_a" for layer in range(9)}
+        | {"layers.3.ffn.experts.0.w1", "mtp.0.main_proj", "mtp.1.ffn.experts.5.w3"}
+    )
+    pair, rng = Pair(checkpoint, GRAPH, expanded=names), np.random.default_rng(5)
+    held = {
+        name for name, _ in pair.static.network.named_buffers() if name.endswith("experts.w2_wide")
+    }
+    assert len(held) == 9
+    item = Sequence_(1, [3])
+    begin = grow(item, 20, rng, checkpoint.config.vocab_size)
+    check(pair, [item], [begin], PassShape(1, 32, 1, 1))
+
+
+def test_the_embedding_may_stay_in_host_memory(open_checkpoint: OpenCheckpoint) -> None:
+    """Same bits, at the price of copies: embedded rows for the pass and for its drafts."""
+    checkpoint = open_checkpoint("nano")
+    pair, rng = Pair(checkpoint, GRAPH, host_embed=True), np.random.default_rng(6)
+    item = Sequence_(1, [3])
+    begin = grow(item, 20, rng, checkpoint.config.vocab_size)
+    check(pair, [item], [begin], PassShape(1, 32, 1, 1))
+    item.drafts = 4
+    begin = grow(item, 5, rng, checkpoint.config.vocab_size)
+    uploads = pair.static.uploads
+    check(pair, [item], [begin], PassShape(2, 8, 1, 6))
+    assert pair.static.uploads == uploads + 3
+    assert pair.static.network.embedding.table is None

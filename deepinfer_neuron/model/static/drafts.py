@@ -15,7 +15,7 @@ from deepinfer_neuron.model.matrix import WeightSource, WideLinear
 from deepinfer_neuron.model.static.caches import WindowCache, WordCodecs
 from deepinfer_neuron.model.static.heads import token_at
 from deepinfer_neuron.model.static.mixture import StaticMixture
-from deepinfer_neuron.model.static.preparation import Embedding, Preparation, table_rows
+from deepinfer_neuron.model.static.preparation import Preparation, table_rows
 from deepinfer_neuron.model.static.step import DraftRows
 from deepinfer_neuron.ops.attention import sink_attention
 from deepinfer_neuron.ops.hyper import collapse, stream_mean
@@ -90,7 +90,6 @@ class StaticDrafts(RegionModule):
         draft: of the model.
         layers: the draft layers, which keep the window keys.
         nextn: drafts per sequence.
-        embedding: of the backbone.
         preparation: of the backbone, for its rotary table.
         head: of the backbone.
         temperatures: fp32 ``[nextn]`` divisors of the confidence logits.
@@ -104,7 +103,6 @@ class StaticDrafts(RegionModule):
         draft: DraftConfig,
         layers: nn.ModuleList,
         nextn: int,
-        embedding: Embedding,
         preparation: Preparation,
         head: WideLinear,
         temperatures: Tensor,
@@ -119,7 +117,7 @@ class StaticDrafts(RegionModule):
         self.main_norm = nn.Buffer(source.plain("mtp.0.main_norm.weight"), persistent=False)
         self.layers = layers
         self.heads = DraftHeads(config, draft, source)
-        self.embedding, self.preparation, self.head = embedding, preparation, head
+        self.preparation, self.head = preparation, head
         self.temperatures = nn.Buffer(temperatures, persistent=False)
 
     @region
@@ -153,7 +151,7 @@ class StaticDrafts(RegionModule):
     @region
     def begin(
         self, tokens: Tensor, accepted: Tensor, next_position: Tensor, history: Tensor
-    ) -> tuple[Tensor, Tensor, DraftRows]:
+    ) -> DraftRows:
         """Rows of the next blocks, ``K'`` (``nextn`` made a power of two) per sequence.
 
         Args:
@@ -161,20 +159,16 @@ class StaticDrafts(RegionModule):
             accepted: int32 ``[S]``: the newest token of a sequence is ``tokens[s, accepted[s]]``.
             next_position: int32 ``[S]`` position behind the first output row.
             history: int32 ``[S, W + K]`` ring places from ``W`` positions before that on.
-
-        Returns:
-            trunk ``[S * K', M, D]``, mix ``[S * K', M]``, and what the rows see.
         """
         golden = token_at(tokens, accepted).clamp(min=0)
         anchor = next_position + accepted
         place = torch.arange(self.rows, dtype=torch.int32, device=golden.device)
-        ids = torch.where(place == 0, golden[:, None], self.noise)
+        ids = torch.where(place == 0, golden[:, None], self.noise).to(torch.int32)
         table = self.preparation.base_table
         positions = (anchor[:, None] + place).clamp(max=table.shape[0] - 1)
         keys, read = self._keys(anchor, accepted, history)
-        trunk, pre = self.embedding.streams_of(F.embedding(ids.flatten(), self.embedding.table))
         turns = table_rows(table, positions.flatten())
-        return trunk, pre, DraftRows(turns, keys, read, golden)
+        return DraftRows(turns, keys, read, golden, ids.flatten())
 
     @property
     def rows(self) -> int:

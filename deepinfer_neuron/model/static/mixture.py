@@ -21,7 +21,8 @@ _PARTS = ("w1", "w3", "w2")
 
 
 class ExpertStack(nn.Module):
-    """The routed experts that this process holds, one tensor per matrix for all of them.
+    """The routed experts that this process holds, in two tensors per kind of matrix: the packed
+    ones with their scales, and those that were expanded.
 
     Args:
         name: their common prefix, such as ``layers.3.ffn.experts``.
@@ -32,20 +33,26 @@ class ExpertStack(nn.Module):
     def __init__(self, name: str, experts: range, source: WeightSource) -> None:
         super().__init__()
         self.arithmetic, self.count = source.arithmetic, len(experts)
+        self._places: dict[str, tuple[tuple[bool, int], ...]] = {}
         for part in _PARTS:
             matrices = [source.expert(f"{name}.{expert}.{part}") for expert in experts]
-            weight = torch.stack([matrix.weight for matrix in matrices])
-            scales = [matrix.scale for matrix in matrices if matrix.scale is not None]
-            self.register_buffer(part, weight, persistent=False)
-            stacked = torch.stack(scales) if scales else None
-            self.register_buffer(f"{part}_scale", stacked, persistent=False)
+            packed = [matrix for matrix in matrices if matrix.scale is not None]
+            wide = [matrix.weight for matrix in matrices if matrix.scale is None]
+            self._places[part] = _places([matrix.scale is None for matrix in matrices])
+            self._keep(part, [matrix.weight for matrix in packed])
+            self._keep(f"{part}_scale", [m.scale for m in packed if m.scale is not None])
+            self._keep(f"{part}_wide", wide)
 
     def matrix(self, part: str, expert: int) -> ExpertMatrix:
         """One matrix of the ``expert``-th expert held here."""
-        scale = getattr(self, f"{part}_scale")
-        return ExpertMatrix(
-            getattr(self, part)[expert], scale[expert] if scale is not None else None
-        )
+        is_wide, place = self._places[part][expert]
+        if is_wide:
+            return ExpertMatrix(getattr(self, f"{part}_wide")[place], None)
+        return ExpertMatrix(getattr(self, part)[place], getattr(self, f"{part}_scale")[place])
+
+    def _keep(self, name: str, matrices: list[Tensor]) -> None:
+        stacked = torch.stack(matrices) if matrices else None
+        self.register_buffer(name, stacked, persistent=False)
 
     def forward(self, x: Tensor, expert: int, share: Tensor, limit: float) -> Tensor:
         """Output ``[n, D]`` of an expert for all rows ``[n, D]`` with shares ``[n, 1]``."""
@@ -53,6 +60,16 @@ class ExpertStack(nn.Module):
         up = self.matrix("w3", expert).apply(x, self.arithmetic)
         hidden = swiglu(gate, up, share, limit, self.arithmetic)
         return self.matrix("w2", expert).apply(hidden, self.arithmetic)
+
+
+def _places(wide: list[bool]) -> tuple[tuple[bool, int], ...]:
+    """Per expert, in which of the two tensors it is, and at which place."""
+    counts = {True: 0, False: 0}
+    places = []
+    for is_wide in wide:
+        places.append((is_wide, counts[is_wide]))
+        counts[is_wide] += 1
+    return tuple(places)
 
 
 class StaticMixture(nn.Module):

@@ -77,6 +77,8 @@ class StaticNetwork(nn.Module):
         max_length: exclusive upper bound of every position of a sequence.
         regions: where regions run.
         nextn: drafts per sequence, 0 leaves the draft blocks out.
+        host_embed: token embeddings are looked up on the host and given to :meth:`run` and
+            :meth:`propose`.
         temperatures: ``nextn`` divisors of the confidence logits.
         progress: show a bar while loading.
     """
@@ -89,6 +91,7 @@ class StaticNetwork(nn.Module):
         regions: Regions,
         *,
         nextn: int = 0,
+        host_embed: bool = False,
         temperatures: tuple[float, ...] = (),
         progress: bool = False,
     ) -> None:
@@ -99,9 +102,8 @@ class StaticNetwork(nn.Module):
         self.preparation = Preparation(
             self.layout, *rotary_tables(config, max_length + nextn), regions
         )
-        self.embedding = Embedding(
-            source.plain("embed.weight"), config.hc_mult, source.arithmetic, regions
-        )
+        table = None if host_embed else source.plain("embed.weight")
+        self.embedding = Embedding(table, config.hc_mult, source.arithmetic, regions)
         self.layers = nn.ModuleList(
             StaticLayer(config, spec, source, regions)
             for spec in tqdm(config.layers, "loading", unit="layer", disable=not progress)
@@ -118,7 +120,7 @@ class StaticNetwork(nn.Module):
                 for index in range(draft.num_layers)
             )
             self.drafts = StaticDrafts(
-                config, draft, layers, nextn, self.embedding, self.preparation, self.head.head,
+                config, draft, layers, nextn, self.preparation, self.head.head,
                 torch.tensor(temperatures, dtype=torch.float32), source, regions,
             )  # fmt: skip
 
@@ -131,7 +133,11 @@ class StaticNetwork(nn.Module):
         )
 
     def run(
-        self, block: Tensor, shape: PassShape, caches: StaticCaches
+        self,
+        block: Tensor,
+        shape: PassShape,
+        caches: StaticCaches,
+        embedded: Tensor | None = None,
     ) -> tuple[Trunk, StaticStep]:
         """Run the backbone over a pass, embedding to last layer.
 
@@ -139,12 +145,13 @@ class StaticNetwork(nn.Module):
             block: int32 metadata on the device.
             shape: of the pass.
             caches: written.
+            embedded: ``[n, D]`` rows of the embedding, if it is in host memory.
 
         Returns:
             the trunk behind the last layer, and the pass taken apart.
         """
         step = self.preparation.prepare(block, shape)
-        streams, mix = self.embedding.start(step.token_ids)
+        streams, mix = self._start(step.token_ids, embedded)
         published, targets = Published(), []
         for layer in self.layers:
             assert isinstance(layer, StaticLayer)
@@ -172,7 +179,12 @@ class StaticNetwork(nn.Module):
         return Trunk(streams, mix), step
 
     def propose(
-        self, tokens: Tensor, accepted: Tensor, step: StaticStep, caches: StaticCaches
+        self,
+        tokens: Tensor,
+        accepted: Tensor,
+        step: StaticStep,
+        caches: StaticCaches,
+        embedded: Tensor | None = None,
     ) -> Tensor:
         """Draft for every sequence of a pass.
 
@@ -181,19 +193,24 @@ class StaticNetwork(nn.Module):
             accepted: int32 ``[S]``: the newest token of a sequence is ``tokens[s, accepted[s]]``.
             step: the pass.
             caches: only read.
+            embedded: ``[S * K', D]`` rows of the embedding, if it is in host memory.
 
         Returns:
             int32 ``[S, O + 1 + 2 K]``: tokens, accepted drafts, next drafts, confidence bits.
         """
         assert self.drafts is not None
         assert step.draft_history is not None
-        streams, mix, rows = self.drafts.begin(
-            tokens, accepted, step.outputs.next, step.draft_history
-        )
+        rows = self.drafts.begin(tokens, accepted, step.outputs.next, step.draft_history)
+        streams, mix = self._start(rows.token_ids, embedded)
         for layer, cache in zip(self.drafts.layers, caches.drafts, strict=True):
             assert isinstance(layer, StaticDraftLayer)
             streams, mix = layer.draft(streams, mix, rows, cache.ring)
         return self.drafts.propose(streams, mix, rows.golden, tokens, accepted)
+
+    def _start(self, token_ids: Tensor, embedded: Tensor | None) -> tuple[Tensor, Tensor]:
+        if embedded is None:
+            return self.embedding.start(token_ids)
+        return self.embedding.start_from(embedded)
 
     def restore(self, places: Tensor, caches: StaticCaches) -> None:
         """Copy window keys from pages to rings in every layer.

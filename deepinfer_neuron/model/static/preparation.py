@@ -104,18 +104,20 @@ class Embedding(RegionModule):
     """Token embedding and the first residual streams.
 
     Args:
-        table: bf16 ``[V, D]``.
+        table: bf16 ``[V, D]``; ``None`` if rows are looked up on the host.
         streams: residual streams.
         arithmetic: activation dtype.
         regions: where regions run.
     """
 
+    table: Tensor | None
+
     def __init__(
-        self, table: Tensor, streams: int, arithmetic: Arithmetic, regions: Regions
+        self, table: Tensor | None, streams: int, arithmetic: Arithmetic, regions: Regions
     ) -> None:
         super().__init__(regions)
         self.streams, self.arithmetic = streams, arithmetic
-        self.table = nn.Buffer(table, persistent=False)
+        self.register_buffer("table", table, persistent=False)
 
     @region
     def start(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,14 +125,15 @@ class Embedding(RegionModule):
 
         Ids outside the vocabulary give zeros.
         """
-        return self.streams_of(gather_rows(self.table, token_ids))
+        assert self.table is not None
+        return self._streams(gather_rows(self.table, token_ids))
 
     @region
     def start_from(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """The same for rows ``[n, D]`` that were looked up on the host."""
-        return self.streams_of(embedded)
+        return self._streams(embedded)
 
-    def streams_of(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
+    def _streams(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """All streams start as the embedding; the first mix takes stream 0 alone."""
         trunk = embedded.to(self.arithmetic.dtype)[:, None, :].repeat(1, self.streams, 1)
         stream = torch.arange(self.streams, dtype=torch.int32, device=embedded.device)

@@ -109,3 +109,5 @@ class DraftRows(NamedTuple):
     """int32 ``[S * W]`` ring places."""
     golden: Tensor
     """int32 ``[S]`` newest token of each sequence."""
+    token_ids: Tensor
+    """int32 ``[S * K']``: it, then the noise token."""
