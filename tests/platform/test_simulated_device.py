@@ -255,8 +255,13 @@ def test_graphs_are_described(device: Device) -> None:
         device.zeros(256, 1024, dtype=torch.int8),
     )
     (graph,) = device.simulator.report().graphs
-    assert (graph.nodes, graph.tiles, graph.converted) == (2, 4, 256 * 1024)
-    assert device.simulator.converted == 256 * 1024
+    size = graph.size
+    assert (size.nodes, size.tiles, size.converted) == (2, 4, 256 * 1024)
+    assert size.flops == 2 * 4 * 256 * 1024
+    assert (size.input_bytes, size.output_bytes) == (4 * 256 * 2 + 256 * 1024, 4 * 1024 * 2)
+    assert size.temporary_bytes == 256 * 1024 * 2 + 4 * 1024 * 2
+    assert device.simulator.counts.converted == 256 * 1024
+    assert device.simulator.counts.flops == size.flops
 
 
 def test_regions_can_be_run_operator_by_operator() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,8 +97,8 @@ def unwrap(values: Any) -> Any:
     """``values`` with tensors of the device replaced by the CPU tensors that they hold."""
     if isinstance(values, DeviceTensor):
         return values.held
-    if type(values) in (list, tuple):
-        return type(values)(map(unwrap, values))
+    if isinstance(values, list | tuple):
+        return _like(values, map(unwrap, values))
     if type(values) is dict:
         return {name: unwrap(value) for name, value in values.items()}
     return values
@@ -111,9 +111,14 @@ def wrap(values: Any, simulator: Simulator) -> Any:
     if isinstance(values, Tensor):
         return DeviceTensor(values, simulator)
     if isinstance(values, list | tuple):
-        parts = [wrap(value, simulator) for value in values]
-        return type(values)(parts)
+        return _like(values, (wrap(value, simulator) for value in values))
     return values
+
+
+def _like(values: Any, parts: Iterable[Any]) -> Any:
+    """A list, tuple or named tuple of the type of ``values``."""
+    make = getattr(type(values), "_make", type(values))
+    return make(tuple(parts))
 
 
 class _DeviceModule(backend_registration._DummyBackendModule):

@@ -177,6 +177,14 @@ def test_d15_square() -> Pair:
     return in_region(lambda x: x.pow(2), zeros(4)), in_region(lambda x: x * x, zeros(4))
 
 
+@rule("D15")
+def test_d15_power_of_two() -> Pair:
+    def by_bits(exponent: Tensor) -> Tensor:
+        return ((exponent + 127) * 2**23).view(torch.float32)
+
+    return in_region(torch.exp2, zeros(4)), in_region(by_bits, ints(0, 1, -3))
+
+
 @rule("D16")
 def test_d16_rotation_in_complex_numbers() -> Pair:
     def real(x: Tensor) -> Tensor:
