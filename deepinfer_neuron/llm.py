@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from deepinfer_neuron.checkpoint.reader import Checkpoint
 from deepinfer_neuron.engine.build import Parts, build_engine
-from deepinfer_neuron.engine.config import EngineOptions, check_integer
+from deepinfer_neuron.engine.config import BucketOptions, EngineOptions, check_integer
 from deepinfer_neuron.engine.core import EngineCore, NewRequest, Tracked
 from deepinfer_neuron.engine.inputs import (
     EncodedPrompt,
@@ -33,8 +33,8 @@ from deepinfer_neuron.engine.outputs import (
     TokenLogprobs,
 )
 from deepinfer_neuron.errors import ConfigError, RequestError
-from deepinfer_neuron.ops.arithmetic import fixed_arithmetic, free_arithmetic
-from deepinfer_neuron.platform import get_platform
+from deepinfer_neuron.ops.arithmetic import Arithmetic, FixedOrder, FreeOrder
+from deepinfer_neuron.platform import Platform, get_platform
 from deepinfer_neuron.runner.worker import expanded_bytes
 from deepinfer_neuron.sampling.params import SamplingParams
 from deepinfer_neuron.sampling.state import completion_seed
@@ -152,7 +152,7 @@ class LLM:
     Args:
         model: checkpoint directory.
         tokenizer: directory of the tokenizer files, if not the checkpoint's.
-        device: ``"cpu"``.
+        device: ``"cpu"`` or ``"neuron"``.
         dtype: ``"bfloat16"``, the only activation format the checkpoints are made for.
         max_model_len: most tokens of a sequence, prompt included; by default 4096 or what the
             model supports, whichever is less.
@@ -175,6 +175,11 @@ class LLM:
             memory. By default what ``DEEPINFER_NEURON_WEIGHTS`` says.
         batch_invariant: fixed-order arithmetic, whose results for a request do not depend on what
             else runs. By default what ``DEEPINFER_BATCH_INVARIANT`` says.
+        compile: ``"regions"`` compiles every part of the network once per shape, ``"off"`` runs it
+            operator by operator. By default ``"off"`` on the CPU and ``"regions"`` on Neuron.
+        simulate: with device ``"neuron"``, the simulated device instead of a chip. Also switched on
+            by ``DEEPINFER_NEURON_SIMULATE``.
+        buckets: sizes that graphs are compiled for.
         seed: seed of the requests that bring none.
         progress: show a bar while loading.
 
@@ -201,11 +206,15 @@ class LLM:
         asynchronous: bool | None = None,
         weights: WeightsMode | None = None,
         batch_invariant: bool | None = None,
+        compile: Literal["off", "regions"] | None = None,
+        simulate: bool | None = None,
+        buckets: BucketOptions | None = None,
         seed: int = 0,
         progress: bool = False,
     ) -> None:
         settings = Settings.from_env(os.environ)
-        platform = get_platform(device)
+        simulated = _given(simulate, settings.simulate)
+        platform = get_platform(device, compile=compile, simulate=simulated)
         if dtype != "bfloat16":
             raise ConfigError(f"dtype {dtype!r} is not supported; use 'bfloat16'")
         self._seed = check_integer("seed", seed, 0, 2**64 - 1)
@@ -226,11 +235,13 @@ class LLM:
             _given(prefill_attempt_interval, settings.prefill_attempt_interval),
             _given(asynchronous, settings.zero_overhead_scheduling),
             nextn,
+            buckets or BucketOptions(),
         ).resolve(config, memory)
         fixed = _given(batch_invariant, settings.batch_invariant)
-        arithmetic = fixed_arithmetic() if fixed else free_arithmetic()
-        expanded = self.weights == "expanded"
-        parts = Parts(self.checkpoint, self.tokenizer, settings, arithmetic, expanded, progress)
+        parts = Parts(
+            self.checkpoint, self.tokenizer, settings, _arithmetic(platform, fixed),
+            self.weights == "expanded", platform, progress,
+        )  # fmt: skip
         self.engine: EngineCore = build_engine(parts, self.config)
         self._lock = threading.Lock()
         self._closed = False
@@ -484,6 +495,20 @@ def _conversations(messages: object) -> list[Messages]:
 
 def _given(value: _T | None, default: _T) -> _T:
     return default if value is None else value
+
+
+def _arithmetic(platform: Platform, fixed: bool) -> Arithmetic:
+    """How a platform computes.
+
+    Raises :class:`ConfigError` for a fixed order on a device without 64-bit floats.
+    """
+    wide = platform.quirks.float64
+    if fixed and not wide:
+        raise ConfigError(
+            f"batch_invariant needs 64-bit floats, which device {platform.name!r} has not; leave "
+            "it out, or use device 'cpu'"
+        )
+    return Arithmetic(FixedOrder() if fixed else FreeOrder(), graph=platform.graph, wide=wide)
 
 
 def _weights_mode(mode: str, expanded: int, available: int) -> WeightsMode:

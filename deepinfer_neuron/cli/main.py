@@ -1,7 +1,7 @@
 """Entry point of ``deepinfer-neuron``: parses the command, runs it, turns errors into exit codes.
 
-Exit codes: 0 success, 1 unexpected error, 2 wrong usage or an error that the user can mend,
-130 interrupted, 141 the reader of the output went away.
+Exit codes: 0 success, 1 unexpected error or a plan that does not fit, 2 wrong usage or an error
+that the user can mend, 130 interrupted, 141 the reader of the output went away.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -150,6 +151,10 @@ class Platform(ABC):
     def download(self, tensor: Tensor) -> Tensor:
         """A copy of ``tensor`` on the host; waits for it."""
         return self.start_download(tensor).wait()
+
+    def step(self, label: str) -> AbstractContextManager[None]:
+        """Bracket of what belongs to one step; a simulated device counts and checks it."""
+        return nullcontext()
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -218,7 +218,7 @@ def _part(key: RegionKey, arg: Any) -> Hashable:
                 "",
                 "keep caches layer-major and pass one contiguous view per layer",
             )
-        return (str(arg.dtype), tuple(arg.shape))
+        return (str(arg.dtype), tuple(arg.shape), arg.stride())
     if isinstance(arg, tuple):
         return tuple(_part(key, item) for item in arg)
     if arg is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,10 @@ class SimulatedNeuronPlatform(NeuronPlatform):
     def compile_backend(self) -> str | None:
         """``None``: regions are captured and then run as they are."""
         return None
+
+    def step(self, label: str) -> AbstractContextManager[None]:
+        """A step whose copies, launches and memory are counted and checked."""
+        return self.simulator.step(label)
 
     def total_memory_bytes(self) -> int:
         """Memory of one logical core, in bytes."""
