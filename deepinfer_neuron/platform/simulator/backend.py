@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo import exc
-from torch._dynamo.backends.common import aot_autograd
 from torch._ops import OpOverload
 
 from deepinfer_neuron.platform.regions import RegionKey, Signature
@@ -82,13 +80,14 @@ class SimulatedBackend:
                 call.function, backend=self._capture, fullgraph=True, dynamic=False
             )
             self._compiled[call.function] = compiled
+        unsupported = (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)
         # The limit of torch holds for everything that ever captured this method.
         most = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
         outer, self._running = self._running, call
         try:
             with torch.inference_mode(False), torch.no_grad(), torch._dynamo.config.patch(most):
                 return compiled(shadow, *args)
-        except (exc.Unsupported, exc.UserError) as error:
+        except unsupported as error:
             self.simulator.violate(_rule_of(error), f"{call.key}: {_first_line(error)}")
             return call.function(shadow, *args)
         finally:
@@ -96,6 +95,9 @@ class SimulatedBackend:
 
     def _capture(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Backend of ``torch.compile``: called once per graph."""
+        # Loads the compiler front end, which takes a second.
+        from torch._dynamo.backends.common import aot_autograd
+
         call = self._running
         assert call is not None
         found = list(graph_rules.lint_python(graph_module, self.simulator.limits))

@@ -36,7 +36,7 @@ class GraphSize:
         input_bytes: arguments, buffers and parameters.
         output_bytes: results.
         temporary_bytes: most that is alive in between, if nothing is fused.
-        converted: elements that it decodes from packed weights.
+        converted: elements that it decodes from packed weights and cache records.
         collectives: collective operations.
         collective_bytes: what they move.
     """
@@ -68,7 +68,7 @@ def measure(graph: fx.Graph) -> GraphSize:
         input_bytes=sum(map(_bytes, inputs)),
         output_bytes=sum(map(_bytes, output.all_input_nodes)),
         temporary_bytes=_temporary_bytes(graph),
-        converted=sum(map(_converted, calls)),
+        converted=_converted(graph),
         collectives=len(collectives),
         collective_bytes=sum(_bytes(node.all_input_nodes[0]) for node in collectives),
     )
@@ -98,13 +98,23 @@ def _product(node: fx.Node) -> list[tuple[int, int, int, int]]:
     return [(batch, rows, columns, left.shape[-1])]
 
 
-def _converted(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    if base_name(_operator(node)) != "_to_copy" or not isinstance(value, Tensor):
-        return 0
-    source = node.all_input_nodes[0].meta.get("val")
-    packed = isinstance(source, Tensor) and source.dtype in PACKED
-    return value.numel() if packed and value.is_floating_point() else 0
+def _converted(graph: fx.Graph) -> int:
+    """Elements that become floats, having come from packed inputs as integers or bytes."""
+    codes: set[fx.Node] = set()
+    total = 0
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            continue
+        if node.op == "placeholder":
+            packed = value.dtype in PACKED and value.dim() > 1
+        else:
+            packed = bool(codes.intersection(node.all_input_nodes))
+        if packed and value.is_floating_point() and value.element_size() > 1:
+            total += value.numel()
+        elif packed:
+            codes.add(node)
+    return total
 
 
 def _temporary_bytes(graph: fx.Graph) -> int:
