@@ -7,7 +7,7 @@ import gc
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -234,6 +234,52 @@ def test_a_result_that_is_a_view_of_an_input_shares_its_memory(device: Device) -
     assert device.simulator.memory.now == before
     flat.add_(device.put([1.0]))
     assert x.tolist() == [[1, 1], [1, 1]]
+
+
+class Pair(NamedTuple):
+    """Two tensors that go together."""
+
+    first: Tensor
+    second: Tensor
+
+
+def test_named_tuples_go_in_and_come_out(device: Device) -> None:
+    pair = Pair(device.zeros(2), device.put([1.0, 2.0]))
+    out = device.run(lambda pair: Pair(pair.second, pair.first + pair.second), pair)
+    assert isinstance(out, Pair)
+    assert out.second.device.type == "neuron"
+    assert out.second.tolist() == [1, 2]
+
+
+class Scaled(RegionModule):
+    """A module with a Python number."""
+
+    factor = 2.0
+
+    @region
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def test_a_changed_attribute_is_seen(device: Device) -> None:
+    module, x = Scaled(device.regions), device.put([1.0])
+    assert module(x).tolist() == [2]
+    module.factor = 3.0
+    with pytest.raises(DeviceRuleError, match="G04"):
+        module(x)
+
+
+def test_kinds_of_one_structure_may_share_a_graph_after_warmup(device: Device) -> None:
+    modules = [Scaled(device.regions), Scaled(device.regions)]
+    modules[1].region_kind = "other"
+    x = device.put([1.0])
+    for module in modules:
+        module(x)
+    device.regions.seal()
+    for module in modules:
+        module(x)
+    assert len(device.regions.records) == 2
+    assert device.regions.compiled_late == 0
 
 
 def test_integers_that_only_index_are_allowed(device: Device) -> None:
