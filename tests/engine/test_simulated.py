@@ -1,4 +1,4 @@
-"""The whole engine on the simulated Neuron device, in strict mode: every broken rule is an error."""
+"""The whole engine on the simulated Neuron device, in strict mode: a broken rule is an error."""
 
 from __future__ import annotations
 
