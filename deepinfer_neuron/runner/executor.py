@@ -59,7 +59,7 @@ class StepResult:
     seconds: float
     """Time from the start of the step to its last draft."""
     forward_seconds: float
-    """Time of the backbone, embedding to final norm."""
+    """Time of the backbone, embedding to final norm, and of what goes before it."""
     sample_seconds: float
     """Time of the head, prompt scores and verification."""
     draft_seconds: float
