@@ -126,11 +126,19 @@ class WeightSource:
         checkpoint: opened files.
         expanded: decode quantized matrices to bf16 now; otherwise they stay memory-mapped.
         arithmetic: given to every module.
+        rank: of the expert-parallel ranks, this process's.
+        ranks: between which the routed experts of a static network are divided.
     """
 
     checkpoint: Checkpoint
     expanded: bool
     arithmetic: Arithmetic
+    rank: int = 0
+    ranks: int = 1
+
+    def held(self, experts: int) -> range:
+        """Which of so many routed experts of a block this rank holds."""
+        return range(experts * self.rank // self.ranks, experts * (self.rank + 1) // self.ranks)
 
     def plain(self, name: str) -> Tensor:
         """A tensor as stored (bf16 or fp32)."""
