@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
 from deepinfer_neuron.checkpoint.reader import Checkpoint
+from deepinfer_neuron.model import static
 from deepinfer_neuron.ops.arithmetic import Arithmetic, graph_arithmetic
 from deepinfer_neuron.platform import CpuPlatform
-from deepinfer_neuron.platform.regions import RegionBackend, Regions
+from deepinfer_neuron.platform.regions import RegionBackend, RegionModule, Regions, region
 from deepinfer_neuron.runner.buckets import Ladder
 from deepinfer_neuron.runner.static_worker import StaticWorker
 
@@ -34,3 +38,20 @@ def static_worker(
     )  # fmt: skip
     worker.allocate(20, 4, 6)
     return worker
+
+
+def all_regions() -> list[str]:
+    """Every method of the static network that is a region, such as ``StaticHead.verify``."""
+    launch = region(RegionModule.forward).__code__
+    found = []
+    for info in pkgutil.iter_modules(static.__path__, f"{static.__name__}."):
+        module = importlib.import_module(info.name)
+        for cls in vars(module).values():
+            if isinstance(cls, type) and cls.__module__ == info.name:
+                methods = [n for n, m in vars(cls).items() if _code(m) is launch]
+                found += [f"{cls.__name__}.{method}" for method in methods]
+    return found
+
+
+def _code(value: object) -> object:
+    return getattr(value, "__code__", None)
