@@ -2,10 +2,11 @@
 
 Everything is counted from the configuration: weights from the inventory, cache reads from the
 static shape of the pass (a graph of fixed shape reads its whole block table, live or not),
-operations from the sizes of the matrices. The regions are those of a device: two per layer
-(attention and experts, each with its hyper-connection site), one per Engram update, embedding,
-metadata, head with sampling, verification, and for drafts the update of their keys, their
-embedding, two per draft block and the whole chain of draft tokens.
+operations from the sizes of the matrices. The regions are those that a device launches
+(:func:`deepinfer_neuron.runner.graph_count.decode_launches`): two per layer (attention and experts,
+each with its hyper-connection site), one per Engram update, metadata, embedding, head with
+verification, and for drafts the update of their keys, their beginning and embedding, one per draft
+layer and the whole chain of draft tokens.
 """
 
 from __future__ import annotations
@@ -143,12 +144,12 @@ class _Counter:
             regions += self._layer(layer)
         wanted = self.shape.sequences * self.shape.outputs
         logits = wanted * self.vocabulary * _FP32
-        head = RegionWork("head and sampling").add(self._named("", "head.weight", "norm."), wanted)
-        # Written by the product, then read by the sampler and by the verification.
-        regions.append(head.extra(HEAD, 2 * logits))
-        regions.append(RegionWork("verification").extra(HEAD, logits))
-        if self.layout.nextn:
-            regions += self._drafts()
+        head = RegionWork("head, verification")
+        head.add(self._named("", "head.weight", "norm."), wanted)
+        # Written by the product, then read twice: for the largest, and for its place.
+        regions.append(head.extra(HEAD, 3 * logits))
+        # Tokens and counts are joined for the download, by the chain of drafts where there is one.
+        regions += self._drafts() if self.layout.nextn else [RegionWork("result")]
         return StepWork(tuple(regions), tuple(_merged(self._collectives())))
 
     def _named(self, block: str, *starts: str) -> list[RankTensor]:
@@ -220,18 +221,18 @@ class _Counter:
         ladder = self.layout.ladder(c)
         draft_shape = ladder.draft_shape(self.shape.sequences)
         rows = draft_shape.total_rows
-        update = RegionWork("draft key update", "draft attention").add(
+        update = RegionWork("draft key update", "draft layer").add(
             self._named("mtp.0", "main_"), self.rows
         )
-        regions = [update, self._embed("draft embedding", DRAFTS, rows)]
+        regions = [update, RegionWork("draft beginning")]
+        regions.append(self._embed("draft embedding", DRAFTS, rows))
         for index in range(c.num_draft_layers):
             block = f"mtp.{index}"
             update.add(self._named(block, "attn.wkv", "attn.kv_norm"), self.rows)
-            attention = RegionWork("draft attention")
-            attention.add(self._named(block, "attn", "hc_attn"), rows)
-            self._window(attention, rows, c.sliding_window + draft_shape.rows)
-            experts = RegionWork("draft experts").add(self._named(block, "ffn", "hc_ffn"), rows)
-            regions += [self._site(attention, rows), self._site(experts, rows)]
+            layer = RegionWork("draft layer")
+            layer.add(self._named(block, "attn", "hc_attn", "ffn", "hc_ffn"), rows)
+            self._window(layer, rows, c.sliding_window + draft_shape.rows)
+            regions.append(self._site(self._site(layer, rows), rows))
         return [*regions, self._chain(rows, nextn)]
 
     def _chain(self, rows: int, nextn: int) -> RegionWork:

@@ -13,7 +13,7 @@ from deepinfer_neuron.cache.pools import BLOCK_TOKENS
 from deepinfer_neuron.checkpoint.config import ModelConfig
 from deepinfer_neuron.model.shapes import PassShape
 from deepinfer_neuron.model.static.attention import StaticAttention, attention_kind
-from deepinfer_neuron.model.static.drafts import StaticDraftLayer, StaticDrafts
+from deepinfer_neuron.model.static.drafts import StaticDraftLayer, StaticDrafts, draft_rows
 from deepinfer_neuron.model.static.heads import StaticHead
 from deepinfer_neuron.model.static.mixture import LayerMixture, StaticEngram
 from deepinfer_neuron.model.static.preparation import Embedding, Preparation
@@ -52,7 +52,7 @@ def decode_launches(config: ModelConfig, shape: PassShape, nextn: int) -> tuple[
         shape: of the pass.
         nextn: drafts per sequence, 0 without drafts.
     """
-    end = _draft_launches(config, shape) if nextn else [(_name(StaticHead.joined), ())]
+    end = _draft_launches(config, shape, nextn) if nextn else [(_name(StaticHead.joined), ())]
     launches = [
         *_backbone_launches(config, shape, nextn), (_name(StaticHead.verify), ()), *end
     ]  # fmt: skip
@@ -67,7 +67,7 @@ def _pass_launches(config: ModelConfig, shape: PassShape, nextn: int) -> Iterato
     yield _name(StaticHead.logits), (rows, shape.sequences * shape.outputs)
     if nextn:
         yield _name(StaticHead.chosen), wanted
-        yield from _draft_launches(config, shape)
+        yield from _draft_launches(config, shape, nextn)
     else:
         yield _name(StaticHead.joined), wanted
 
@@ -92,10 +92,11 @@ def _backbone_launches(config: ModelConfig, shape: PassShape, nextn: int) -> Ite
         yield _name(StaticDrafts.remember), rows
 
 
-def _draft_launches(config: ModelConfig, shape: PassShape) -> Iterator[Launch]:
+def _draft_launches(config: ModelConfig, shape: PassShape, nextn: int) -> Iterator[Launch]:
     assert config.draft is not None
     wanted = (shape.sequences, shape.outputs)
     yield _name(StaticDrafts.begin), wanted
+    yield _name(Embedding.start), shape.sequences * draft_rows(nextn)
     for _ in range(config.draft.num_layers):
         yield _name(StaticDraftLayer.draft), shape.sequences
     yield _name(StaticDrafts.propose), wanted

@@ -51,7 +51,7 @@ def test_a_plan_as_json(flash: Path, capsys: pytest.CaptureFixture[str]) -> None
     terms = sum(part["seconds"] for part in step["components"])
     terms += step["graph_switch"] + step["collectives"]
     assert step["seconds"] == pytest.approx(terms)
-    assert sum(step["launches"].values()) == 95
+    assert sum(step["launches"].values()) == 92
     assert step["seconds"] < step["seconds_at_observed_bandwidth"] < 0.035
 
 

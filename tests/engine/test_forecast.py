@@ -15,6 +15,7 @@ from deepinfer_neuron.engine.placement import place
 from deepinfer_neuron.engine.step_work import step_work
 from deepinfer_neuron.model.rank_weights import VISION, rank_tensors
 from deepinfer_neuron.platform.simulator.cost import trn2_core
+from deepinfer_neuron.runner.graph_count import decode_launches
 from tests.support.released import released_config
 
 CONTEXT = 512 + 128
@@ -75,11 +76,13 @@ def test_six_rows_run_as_eight() -> None:
 
 def test_launches_of_a_step() -> None:
     step = packed("cores=64,nextn=5")
-    # 2 per layer; 2 Engram updates; metadata, embedding, head, verification; for drafts their
-    # keys, embedding, chain, and 2 per draft block.
-    assert step.estimate.launches == 2 * 40 + 2 + 4 + 3 + 2 * 3 == 95
-    assert sum(count for _, count in step.launches) == 95
-    assert packed("cores=64,nextn=0").estimate.launches == 86
+    # 2 per layer; 2 Engram updates; metadata, embedding, head; for drafts their keys, beginning,
+    # embedding, layers, chain.
+    assert step.estimate.launches == 2 * 40 + 2 + 3 + 4 + 3 == 92
+    assert sum(count for _, count in step.launches) == 92
+    assert step.estimate.launches == len(decode_launches(released(), step.shape, 5))
+    bare = packed("cores=64,nextn=0")
+    assert bare.estimate.launches == len(decode_launches(released(), bare.shape, 0)) == 86
     # Mixtures of 40 layers and 3 draft blocks, 2 Engram updates, control values.
     assert step.collectives == 46
     # Sharded: behind wo_a and wo_b, two Engram projections, two embeddings, main projection,
@@ -172,7 +175,7 @@ def test_more_layers_launch_no_other_regions() -> None:
     layout = parse_layout("cores=64", config)
     step = forecast(config, layout, decode_shape(config, layout), 0, trn2_core())
     assert {name for name, _ in step.launches} == {name for name, _ in packed("cores=64").launches}
-    assert step.estimate.launches == 95 - 2 * 12
+    assert step.estimate.launches == 92 - 2 * 12
 
 
 def test_reported_times_are_explained_in_part() -> None:

@@ -24,6 +24,11 @@ from deepinfer_neuron.ops.quant import q8
 from deepinfer_neuron.platform.regions import RegionModule, Regions, region
 
 
+def draft_rows(nextn: int) -> int:
+    """Rows of a block of ``nextn`` drafts: the next power of two."""
+    return 1 << (nextn - 1).bit_length()
+
+
 class StaticDraftLayer(RegionModule):
     """One draft layer: attention over the kept window and the whole block, then experts.
 
@@ -175,7 +180,7 @@ class StaticDrafts(RegionModule):
     @property
     def rows(self) -> int:
         """Rows of a block, padding included."""
-        return 1 << (self.nextn - 1).bit_length()
+        return draft_rows(self.nextn)
 
     def _keys(self, anchor: Tensor, accepted: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
         """Keys of every row ``[S * K', W + K']`` and ring places read ``[S * W]``.
