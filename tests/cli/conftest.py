@@ -56,20 +56,12 @@ class FakeEngine:
     error: BaseException | None = None
     metrics: FakeMetrics = field(default_factory=lambda: FakeMetrics(ttft=0.25, tpot=0.05))
     suffix: str = ""
-    loads: list[tuple[str, int | None, int | None, str]] = field(default_factory=list)
+    loads: list[tuple[str, dict[str, object]]] = field(default_factory=list)
     params: list[FakeSamplingParams] = field(default_factory=list)
 
-    def load(
-        self,
-        model: str,
-        *,
-        max_model_len: int | None,
-        nextn: int | None,
-        weights: str,
-        progress: bool,
-    ) -> FakeEngine:
+    def load(self, model: str, **options: object) -> FakeEngine:
         """Stands for the ``LLM`` constructor."""
-        self.loads.append((model, max_model_len, nextn, weights))
+        self.loads.append((model, options))
         return self
 
     def generate(
