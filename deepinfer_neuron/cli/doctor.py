@@ -67,7 +67,7 @@ def judge(available: int, parts: NeuronParts) -> list[Verdict]:
     return [
         Verdict("device cpu", True, "always available"),
         Verdict("device neuron", not missing, neuron),
-        *(Verdict(f"  {finding.what}", finding.ok, finding.why) for finding in findings),
+        *(Verdict(finding.what, finding.ok, finding.why) for finding in findings),
         Verdict("device neuron, simulated", parts.package is None, simulated),
         Verdict(
             "DeepSeek-V4.1-Flash, packed weights",

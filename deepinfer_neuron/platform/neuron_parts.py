@@ -84,15 +84,17 @@ class NeuronParts:
             return Finding("Neuron cores", True, why)
         one = re.fullmatch(r"[0-9]+", self.cores) is not None
         why = f"NEURON_RT_VISIBLE_CORES={self.cores}"
-        return Finding("Neuron cores", one, why if one else f"{why} must name one core per process")
+        if not one:
+            why += " must name one core per process (C01)"
+        return Finding("Neuron cores", one, why)
 
     def _variables(self) -> Finding:
         if not self.environment:
             return Finding("Neuron environment", True, "nothing contradicts what results depend on")
         wrong = ", ".join(f"{name}={value}" for name, value in self.environment)
         right = " ".join(f"{name}={value}" for name, value in required_environment().items())
-        why = f"{wrong} would change results or hide failures; unset it (needed: {right})"
-        return Finding("Neuron environment", False, why)
+        why = f"{wrong} would change results (D13) or hide failures (G18)"
+        return Finding("Neuron environment", False, f"{why}; unset it (needed: {right})")
 
 
 def required_environment() -> dict[str, str]:

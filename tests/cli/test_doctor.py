@@ -49,7 +49,7 @@ NO_PARTS = _parts(devices=(), package=None, cores=None)
 
 
 def _verdicts(parts: NeuronParts, available: int = 64 * GIB) -> dict[str, Verdict]:
-    return {verdict.what.strip(): verdict for verdict in judge(available, parts)}
+    return {verdict.what: verdict for verdict in judge(available, parts)}
 
 
 def test_the_released_model_needs_its_resident_bytes() -> None:

@@ -69,8 +69,8 @@ class Pair:
             lowest_prefill=1,
         )  # fmt: skip
         self.static = StaticWorker(
-            checkpoint, arithmetic, CpuPlatform(), Regions(), ladder, expanded=expanded, host_embed=host_embed,
-            max_length=LENGTH, nextn=nextn, temperatures=(1.0,) * nextn,
+            checkpoint, arithmetic, CpuPlatform(), Regions(), ladder, expanded=expanded,
+            host_embed=host_embed, max_length=LENGTH, nextn=nextn, temperatures=(1.0,) * nextn,
         )  # fmt: skip
         self.ragged.allocate(20, 4, 6)
         self.static.allocate(20, 4, 6)

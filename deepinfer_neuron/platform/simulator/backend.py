@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo import exc
-from torch._dynamo.backends.common import aot_autograd
 from torch._ops import OpOverload
 
 from deepinfer_neuron.platform.regions import RegionKey, Signature
 from deepinfer_neuron.platform.simulator import graph_rules
-from deepinfer_neuron.platform.simulator.collectives import is_collective
 from deepinfer_neuron.platform.simulator.counts import GraphReport, add_one
 from deepinfer_neuron.platform.simulator.device import unwrap, wrap
+from deepinfer_neuron.platform.simulator.graph_size import measure, symbolic_nodes
 from deepinfer_neuron.platform.simulator.indices import check_indices
 from deepinfer_neuron.platform.simulator.operators import Indexing, indexings
 from deepinfer_neuron.platform.simulator.region_rules import check_inputs, check_outputs
@@ -64,9 +62,11 @@ class SimulatedBackend:
         simulator.record(f"{key} {signature}")
         if simulator.checking:
             check_inputs(simulator, key, module, args)
-            if self._sealed and (key, signature) not in self._known:
+        # Not every signature has a graph of its own: two kinds may be of one structure.
+        if (key, signature) not in self._known:
+            if self._sealed:
                 simulator.violate("G02", f"{key} with {signature} after warm-up")
-        self._known.add((key, signature))
+            self._known.add((key, signature))
         call = _Call(key, signature, function)
         out = self._launch(call, self._shadows.of(module), unwrap(args))
         if simulator.checking:
@@ -80,13 +80,14 @@ class SimulatedBackend:
                 call.function, backend=self._capture, fullgraph=True, dynamic=False
             )
             self._compiled[call.function] = compiled
+        unsupported = (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)
         # The limit of torch holds for everything that ever captured this method.
         most = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
         outer, self._running = self._running, call
         try:
             with torch.inference_mode(False), torch.no_grad(), torch._dynamo.config.patch(most):
                 return compiled(shadow, *args)
-        except (exc.Unsupported, exc.UserError) as error:
+        except unsupported as error:
             self.simulator.violate(_rule_of(error), f"{call.key}: {_first_line(error)}")
             return call.function(shadow, *args)
         finally:
@@ -94,6 +95,9 @@ class SimulatedBackend:
 
     def _capture(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Backend of ``torch.compile``: called once per graph."""
+        # Loads the compiler front end, which takes a second.
+        from torch._dynamo.backends.common import aot_autograd
+
         call = self._running
         assert call is not None
         found = list(graph_rules.lint_python(graph_module, self.simulator.limits))
@@ -122,7 +126,7 @@ class SimulatedBackend:
         self._captures[call.key, call.signature] = (
             self._captures.get((call.key, call.signature), 0) + 1
         )
-        if simulator.checking:
+        if simulator.checking and not symbolic_nodes(aten.graph):
             _insert_index_checks(aten, simulator)
         return _Graph(simulator, report, list(dict.fromkeys(found)), aten)
 
@@ -171,20 +175,15 @@ class _Graph:
         # Here and not at the capture, where torch would wrap the error into one of its own.
         for rule, detail, where in self._found:
             simulator.violate(rule, f"{self._report.region}: {detail}", where)
-        simulator.converted += self._report.converted
-        simulator.counts.collectives += self._report.collectives
+        simulator.launched(self._report.size)
         return self._forward(*args)
 
 
 def _report(call: _Call, graph: fx.Graph) -> GraphReport:
-    calls = [node for node in graph.nodes if isinstance(node.target, OpOverload)]
     return GraphReport(
         region=str(call.key),
         signature=str(call.signature),
-        nodes=len(calls),
-        tiles=graph_rules.matmul_tiles(graph),
-        converted=graph_rules.converted_elements(graph),
-        collectives=sum(is_collective(node.target) for node in calls),
+        size=measure(graph),
         text=hashlib.sha256(str(graph).encode()).hexdigest()[:16],
     )
 

@@ -121,6 +121,9 @@ def run_eager_collective(
     detail = describe(func, (args, kwargs))
     if is_collective(func):
         simulator.counts.collectives += 1
+        moved = next(tensors_in((args, kwargs)), None)
+        if moved is not None:
+            simulator.counts.collective_bytes += moved.numel() * moved.element_size()
         simulator.record(detail)
         if simulator.checking:
             limit = simulator.limits.collective

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepinfer_neuron.platform.simulator.graph_size import GraphSize
+
 
 @dataclass
 class Counts:
@@ -20,6 +22,11 @@ class Counts:
         regions: regions launched.
         graphs: graphs compiled.
         collectives: collective operations, inside regions and outside.
+        collective_bytes: what they moved.
+        flops: operations of the matrix products in regions.
+        graph_bytes: inputs and outputs of regions.
+        converted: elements of packed weights that regions decoded.
+        by_operator, by_region: launches by name.
     """
 
     uploads: int = 0
@@ -31,6 +38,10 @@ class Counts:
     regions: int = 0
     graphs: int = 0
     collectives: int = 0
+    collective_bytes: int = 0
+    flops: int = 0
+    graph_bytes: int = 0
+    converted: int = 0
     by_operator: dict[str, int] = field(default_factory=dict)
     by_region: dict[str, int] = field(default_factory=dict)
 
@@ -88,7 +99,6 @@ class StepReport:
         counts: of this step alone.
         memory: bytes allocated at its end.
         memory_peak: most bytes allocated at one time during it.
-        converted: elements of packed weights that its graphs decoded.
         sequence: regions with their signatures and collectives, in order.
         violations: rules that were broken; those of one cause are listed once.
     """
@@ -97,7 +107,6 @@ class StepReport:
     counts: Counts
     memory: int
     memory_peak: int
-    converted: int
     sequence: tuple[str, ...]
     violations: tuple[Violation, ...]
 
@@ -122,19 +131,13 @@ class GraphReport:
     Attributes:
         region: class, method and kind.
         signature: shapes and dtypes of its arguments.
-        nodes: operators of the graph.
-        tiles: 128 x 512 x 128 tiles of its matrix products.
-        converted: elements that it decodes from packed weights.
-        collectives: collective operations in it.
+        size: what it computes, moves and needs.
         text: digest of the graph, equal on ranks that share one compilation.
     """
 
     region: str
     signature: str
-    nodes: int
-    tiles: int
-    converted: int
-    collectives: int
+    size: GraphSize
     text: str
 
 

@@ -116,9 +116,9 @@ def wrap(values: Any, simulator: Simulator) -> Any:
 
 
 def _like(values: Any, parts: Iterable[Any]) -> Any:
-    """``parts`` in the same kind of list or (named) tuple as ``values``."""
-    named = hasattr(values, "_fields")
-    return type(values)(*parts) if named else type(values)(parts)
+    """A list, tuple or named tuple of the type of ``values``."""
+    make = getattr(type(values), "_make", type(values))
+    return make(tuple(parts))
 
 
 class _DeviceModule(backend_registration._DummyBackendModule):

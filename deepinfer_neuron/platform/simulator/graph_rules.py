@@ -13,32 +13,35 @@ from deepinfer_neuron.platform.simulator.collectives import (
     broken_collective_rules,
     is_collective,
 )
+from deepinfer_neuron.platform.simulator.graph_size import measure, symbolic_nodes
 from deepinfer_neuron.platform.simulator.integers import wide_integer_misuse
 from deepinfer_neuron.platform.simulator.limits import Limits
 from deepinfer_neuron.platform.simulator.operator_rules import broken_rules
 from deepinfer_neuron.platform.simulator.operators import (
     MATMULS,
+    PACKED,
     TO_HOST,
     base_name,
     describe,
     is_view,
-    tensors_in,
 )
 
 Found = tuple[str, str, str]
 """Rule, detail, and Python location."""
 
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _READERS = frozenset({"item", "tolist"})
-_PACKED = frozenset({torch.uint8, torch.int8, torch.float8_e5m2, torch.float8_e4m3fn})
 
 
 def lint(graph_module: fx.GraphModule, limits: Limits) -> Iterator[Found]:
     """Every violation in a graph of ATen operators."""
     graph = graph_module.graph
+    dynamic = symbolic_nodes(graph)
+    for node in dynamic:
+        yield "G01", f"{node.name} has a size or value that depends on data", location(node)
+    if dynamic:
+        # No other rule can look at sizes that are not known.
+        return
     for node in graph.nodes:
-        if _has_symbols(node.meta.get("val")):
-            yield "G01", f"{node.name} has a size that depends on data", location(node)
         if isinstance(node.target, OpOverload):
             yield from _node_rules(node, limits)
     for node in wide_integer_misuse(graph):
@@ -99,7 +102,7 @@ def _decoded_weights(graph: fx.Graph, limits: Limits) -> Iterator[Found]:
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder":
-            if isinstance(value, Tensor) and value.dtype in _PACKED and value.dim() > 1:
+            if isinstance(value, Tensor) and value.dtype in PACKED and value.dim() > 1:
                 packed.add(node)
             continue
         if _call(node) in MATMULS or not packed.intersection(node.all_input_nodes):
@@ -108,18 +111,6 @@ def _decoded_weights(graph: fx.Graph, limits: Limits) -> Iterator[Found]:
         large = isinstance(value, Tensor) and value.numel() > limits.dequant
         if large and value.dtype.is_floating_point and value.element_size() > 1:
             yield "M03", describe_node(node), location(node)
-
-
-def converted_elements(graph: fx.Graph) -> int:
-    """Elements that a graph casts from one-byte numbers to floats."""
-    total = 0
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if _call(node) == "_to_copy" and isinstance(value, Tensor):
-            source = node.all_input_nodes[0].meta.get("val")
-            if isinstance(source, Tensor) and source.dtype in _PACKED and value.is_floating_point():
-                total += value.numel()
-    return total
 
 
 def _constants(graph_module: fx.GraphModule, limits: Limits) -> Iterator[Found]:
@@ -154,7 +145,7 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 def _size_and_groups(graph: fx.Graph, limits: Limits) -> Iterator[Found]:
-    tiles = matmul_tiles(graph)
+    tiles = measure(graph).tiles
     if tiles > limits.tiles:
         yield "G11", f"{tiles} tiles of matrix products, {limits.tiles} allowed", ""
     groups = {
@@ -162,20 +153,6 @@ def _size_and_groups(graph: fx.Graph, limits: Limits) -> Iterator[Found]:
     }
     if len(groups) > limits.groups:
         yield "G20", f"{len(groups)} groups of ranks in one graph", ""
-
-
-def matmul_tiles(graph: fx.Graph) -> int:
-    """Tiles of 128 x 512 results over 128 summands in the matrix products of a graph."""
-    total = 0
-    for node in graph.nodes:
-        out = node.meta.get("val")
-        if _call(node) not in MATMULS or not isinstance(out, Tensor) or out.dim() < 2:
-            continue
-        left = [value for value in tensors_in(values(node.args)) if value.dim() >= 2][-2]
-        rows, columns, summands = out.shape[-2], out.shape[-1], left.shape[-1]
-        batch = out.numel() // max(1, rows * columns)
-        total += batch * -(-rows // 128) * -(-columns // 512) * -(-summands // 128)
-    return int(total)
 
 
 def values(arguments: Any) -> Any:
@@ -205,9 +182,3 @@ def _call(node: Any) -> str:
 
 def _is(value: object, dtype: torch.dtype) -> bool:
     return isinstance(value, Tensor) and value.dtype == dtype
-
-
-def _has_symbols(value: Any) -> bool:
-    if isinstance(value, _SYMBOLS):
-        return True
-    return any(isinstance(size, _SYMBOLS) for tensor in tensors_in(value) for size in tensor.shape)

@@ -25,15 +25,19 @@ _PRODUCERS = frozenset(
         "argsort",
         "bucketize",
         "full",
+        "full_like",
         "iota",
         "max",
         "min",
+        "new_zeros",
         "ones",
+        "ones_like",
         "scalar_tensor",
         "searchsorted",
         "sort",
         "topk",
         "zeros",
+        "zeros_like",
     }
 )
 _MOVES = frozenset(
@@ -46,6 +50,7 @@ _MOVES = frozenset(
         "getitem",
         "index",
         "index_select",
+        "masked_fill",
         "repeat",
         "stack",
         "where",

@@ -80,7 +80,7 @@ def _integer_rules(
         yield "D08"
     if name in SUMS and inputs[0].dtype == torch.bool:
         yield "D11"
-    if name == "pow" and len(args) > 1 and _is_whole_number(args[1]):
+    if name in ("exp2", "ldexp") or (name == "pow" and any(map(_is_whole_number, args))):
         yield "D15"
 
 

@@ -58,6 +58,8 @@ SMALL_INTS = frozenset({torch.int8, torch.int16, torch.uint8, torch.uint16})
 FOUR_BIT = frozenset({torch.float4_e2m1fn_x2, torch.float8_e8m0fnu})
 E4M3 = frozenset({torch.float8_e4m3fn, torch.float8_e4m3fnuz})
 FLOAT8 = E4M3 | {torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
+PACKED = frozenset({torch.uint8, torch.int8, torch.float8_e5m2, torch.float8_e4m3fn})
+"""Formats of packed weights: the elements are codes."""
 INT32_MAX = 2**31 - 1
 
 

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepinfer_neuron.platform.simulator.device import DeviceTensor, device_tensors, unwrap
+
+
+@dataclass(frozen=True)
+class _Shadow:
+    """A shadow with the state that it was made from.
+
+    It keeps the tensors, so that their identities name nothing else; other attributes might lead
+    back to the module, which would then live for ever.
+    """
+
+    module: nn.Module
+    state: list[int]
+    tensors: list[DeviceTensor]
 
 
 class InlineRegions:
@@ -21,25 +35,20 @@ class InlineRegions:
 
 
 class Shadows:
-    """Makes the shadow of a module once, and again when one of its tensors was replaced."""
+    """Makes the shadow of a module once, and again when one of its attributes was replaced."""
 
     def __init__(self) -> None:
         self._inline = InlineRegions()
-        self._known: weakref.WeakKeyDictionary[nn.Module, tuple[nn.Module, list[DeviceTensor]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._known: weakref.WeakKeyDictionary[nn.Module, _Shadow] = weakref.WeakKeyDictionary()
 
     def of(self, module: nn.Module) -> nn.Module:
         """The shadow of ``module``, sharing memory with it."""
-        tensors = _tensors(module)
+        state, tensors = _state(module)
         known = self._known.get(module)
-        if known is not None and len(known[1]) == len(tensors):
-            same = all(a is b for a, b in zip(known[1], tensors, strict=True))
-            if same:
-                return known[0]
-        shadow = self._make(module)
-        self._known[module] = (shadow, tensors)
-        return shadow
+        if known is None or known.state != state:
+            known = _Shadow(self._make(module), state, tensors)
+            self._known[module] = known
+        return known.module
 
     def _make(self, module: nn.Module) -> nn.Module:
         shadow: nn.Module = object.__new__(type(module))
@@ -66,11 +75,13 @@ def _parameter(value: Any) -> Any:
     return held if held is None else nn.Parameter(held, requires_grad=False)
 
 
-def _tensors(module: nn.Module) -> list[DeviceTensor]:
-    """Every tensor of the device that a module holds, in a fixed order."""
-    found: list[DeviceTensor] = []
+def _state(module: nn.Module) -> tuple[list[int], list[DeviceTensor]]:
+    """The identities of all attributes of a module and its children, and their tensors."""
+    state: list[int] = []
+    tensors: list[DeviceTensor] = []
     for part in module.modules():
         for name, value in vars(part).items():
             if name != "_modules":
-                found.extend(device_tensors(value))
-    return found
+                state.append(id(value))
+                tensors.extend(device_tensors(value))
+    return state + [id(tensor) for tensor in tensors], tensors

@@ -19,6 +19,7 @@ from deepinfer_neuron.platform.simulator.counts import (
     Violation,
 )
 from deepinfer_neuron.platform.simulator.eager import Eager
+from deepinfer_neuron.platform.simulator.graph_size import GraphSize
 from deepinfer_neuron.platform.simulator.limits import MODES, Limits, Mode
 from deepinfer_neuron.platform.simulator.memory import Ledger
 from deepinfer_neuron.platform.simulator.rules import RULES
@@ -59,7 +60,6 @@ class Simulator:
         self.eager = Eager(self)
         self.graphs: list[GraphReport] = []
         self.sequence: list[str] = []
-        self.converted = 0
         self._violations: dict[Violation, None] = {}
         self._steps = 0
         self._kinds: dict[str, StepKind] = {}
@@ -80,6 +80,27 @@ class Simulator:
     def steps(self) -> int:
         """Steps that have ended."""
         return self._steps
+
+    def launched(self, size: GraphSize) -> None:
+        """Count the work of one launch of a graph, and check that it fits.
+
+        Raises:
+            DeviceRuleError: it does not and the mode is strict.
+        """
+        counts = self.counts
+        counts.collectives += size.collectives
+        counts.collective_bytes += size.collective_bytes
+        counts.flops += size.flops
+        counts.graph_bytes += size.input_bytes + size.output_bytes
+        counts.converted += size.converted
+        needed = self.memory.now + size.output_bytes + size.temporary_bytes
+        most = self.limits.memory - self.limits.reserved
+        if needed > most:
+            self.violate(
+                "M05",
+                f"{self.memory.now} bytes allocated, {size.output_bytes} of results and up to "
+                f"{size.temporary_bytes} in between, {most} usable",
+            )
 
     def violate(self, rule: str, detail: str, where: str | None = None) -> None:
         """Report that ``rule`` was broken.
@@ -119,7 +140,7 @@ class Simulator:
             self._check_load()
         self.sequence.clear()
         self.memory.peak = self.memory.now
-        self._step = _OpenStep(label, self.counts.copy(), self.converted)
+        self._step = _OpenStep(label, self.counts.copy())
 
     def end_step(self) -> StepReport:
         """End the step and check its counts.
@@ -138,7 +159,6 @@ class Simulator:
                 counts,
                 self.memory.now,
                 self.memory.peak,
-                self.converted - step.converted,
                 tuple(self.sequence),
                 tuple(step.violations),
             )
@@ -222,10 +242,9 @@ class Simulator:
 class _OpenStep:
     """A step that has not ended."""
 
-    def __init__(self, label: str, before: Counts, converted: int) -> None:
+    def __init__(self, label: str, before: Counts) -> None:
         self.label = label
         self.before = before
-        self.converted = converted
         self.violations: dict[Violation, None] = {}
 
 

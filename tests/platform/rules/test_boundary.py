@@ -48,6 +48,17 @@ def test_m03_whole_weight_decoded() -> Pair:
     return in_region(decoded, *args), in_region(in_chunks, *args)
 
 
+@rule("M05")
+def test_m05_large_results_in_between() -> Pair:
+    def outer(rows: Tensor) -> Tensor:
+        return (rows.view(-1, 1) + rows).sum(-1)
+
+    def in_blocks(rows: Tensor) -> Tensor:
+        return torch.cat([(part.view(-1, 1) + rows).sum(-1) for part in rows.split(64)])
+
+    return in_region(outer, zeros(512)), in_region(in_blocks, zeros(512))
+
+
 @rule("M09")
 def test_m09_weight_as_a_constant() -> Pair:
     def with_constant(x: Tensor) -> Tensor:

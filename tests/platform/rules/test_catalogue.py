@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from deepinfer_neuron.errors import DeviceRuleError, PlatformError
+from deepinfer_neuron.platform.neuron_parts import NeuronParts
 from deepinfer_neuron.platform.simulator import RULES, Simulator
 from tests.platform.rules import test_boundary, test_graphs, test_numbers, test_ranks
 from tests.support.simulated_device import Device
@@ -29,7 +30,9 @@ def test_every_rule_that_can_be_checked_has_a_pair() -> None:
 
 def test_rules_about_the_start_are_named_where_the_platform_refuses() -> None:
     starts = {name for name, rule in RULES.items() if rule.check == "start"}
-    assert starts == {"C01", "D13", "G18"}
+    bad = NeuronParts(("/dev/neuron0",), None, "2.13.0", "0-3", (("NEURON_CC_FLAGS", "x"),))
+    text = " ".join(finding.why for finding in bad.findings())
+    assert starts == {"C01", "D13", "G18"} == {name for name in RULES if name in text}
 
 
 def test_an_error_says_what_where_and_what_instead() -> None:

@@ -131,14 +131,9 @@ def test_d08_narrow_shift() -> Pair:
 
 @rule("D09", waived="G10")
 def test_d09_interleaved_pair_to_int16() -> Pair:
-    def pack(x: Tensor) -> Tensor:
-        low, high = x.float().view(-1, 2).unbind(-1)
-        pair = low + 256 * high
-        return torch.where(pair >= 32768, pair - 65536, pair).to(torch.int16)
-
     return (
         in_region(lambda x: (x[::2] | (x[1::2] * 256)).to(torch.int16), ints(1, 2, 3, 4)),
-        in_region(pack, ints(1, 2, 3, 4)),
+        in_region(_packed, ints(1, 2, 3, 4)),
     )
 
 
@@ -175,6 +170,14 @@ def test_d11_gather_over_the_vocabulary() -> Pair:
 @rule("D15")
 def test_d15_square() -> Pair:
     return in_region(lambda x: x.pow(2), zeros(4)), in_region(lambda x: x * x, zeros(4))
+
+
+@rule("D15")
+def test_d15_power_of_two() -> Pair:
+    def by_bits(exponent: Tensor) -> Tensor:
+        return ((exponent + 127) * 2**23).view(torch.float32)
+
+    return in_region(torch.exp2, zeros(4)), in_region(by_bits, ints(0, 1, -3))
 
 
 @rule("D16")
@@ -258,3 +261,17 @@ def test_l07_channels_last() -> Pair:
         in_region(lambda x: x.contiguous(memory_format=torch.channels_last) + 1, zeros(1, 2, 2, 2)),
         in_region(lambda x: x.contiguous() + 1, zeros(1, 2, 2, 2)),
     )
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Pairs of bytes as int16, the first one low, through float32."""
+    low, high = x.float().view(-1, 2).unbind(-1)
+    pair = low + 256 * high
+    return torch.where(pair >= 32768, pair - 65536, pair).to(torch.int16)
+
+
+def test_packing_through_floats_is_exact_for_all_pairs_of_bytes() -> None:
+    low, high = torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij")
+    pairs = torch.stack((low, high), -1).flatten()
+    expected = pairs.to(torch.uint8).view(torch.int16)
+    assert torch.equal(_packed(pairs.to(torch.int32)), expected)
