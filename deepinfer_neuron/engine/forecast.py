@@ -118,7 +118,7 @@ def forecast(
         shape=shape,
         components=_components(work, costs, path.families, core),
         launches=tuple(_launches(work.regions).items()),
-        collectives=sum(cost.count for cost in work.collectives),
+        collectives=sum(cost.count for cost in work.collectives if cost.ranks > 1),
         path=path,
         estimate=estimate(grouped, work.collectives, host, core),
     )
