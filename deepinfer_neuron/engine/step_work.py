@@ -28,6 +28,7 @@ from deepinfer_neuron.model.rank_weights import (
     rank_tensors,
 )
 from deepinfer_neuron.model.shapes import PassShape
+from deepinfer_neuron.model.static.attention import attention_kind
 from deepinfer_neuron.model.weight_path import Matrix, RegionLoad
 from deepinfer_neuron.platform.simulator.cost import CollectiveCost
 
@@ -175,7 +176,9 @@ class _Counter:
 
     def _layer(self, layer: LayerSpec) -> list[RegionWork]:
         block = f"layers.{layer.index}"
-        attention = RegionWork(f"attention, {layer.role.value}, ratio {layer.ratio}")
+        name = f"attention, {layer.role.value}, ratio {layer.ratio}"
+        # Modules that share graphs must hold their matrices alike.
+        attention = RegionWork(name, f"attention, {attention_kind(self.config, layer)}")
         attention.add(self._named(block, "attn", "hc_attn"), self.rows)
         self._window(attention, self.rows, self.config.sliding_window)
         if layer.ratio:

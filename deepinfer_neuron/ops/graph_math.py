@@ -1,50 +1,23 @@
-"""Arithmetic and gathers in the forms a graph compiler takes: 32-bit numbers only.
+"""Rotation and byte gathers in the forms a graph compiler takes: 32-bit numbers only.
 
-The host rounds roots and fused multiply-adds once, by way of fp64. A graph has no fp64, so the
-first three functions here are **not** bit-identical to the host's: a root may differ in its last
-bit, and a multiply-add rounds twice unless the compiler fuses it. The gathers are exact.
+The host rounds a fused multiply-add once, by way of fp64. A graph has no fp64, so a rotation rounds
+twice here unless the compiler fuses it, and is **not** bit-identical. The gathers are exact.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer_neuron.errors import ConfigError
+from deepinfer_neuron.ops.gather import gather_rows
 
 _WORD = 4
-
-
-def square_root(x: Tensor) -> Tensor:
-    """Square root of fp32, as good as the device's."""
-    return x.sqrt()
-
-
-def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """``a * b + c`` of fp32 tensors, product and sum rounded each."""
-    return a * b + c
 
 
 def turn_pairs(x0: Tensor, x1: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """``x0 c - x1 s`` and ``x0 s + x1 c`` of fp32 tensors that broadcast, in fp32."""
     return x0 * cos - x1 * sin, x0 * sin + x1 * cos
-
-
-def gather_rows(table: Tensor, index: Tensor) -> Tensor:
-    """Rows of a table; an index outside it gives zeros.
-
-    Args:
-        table: ``[rows, width]``, at least one row. A wide element type: compilers convert a
-            whole table of bytes before they gather, see :func:`gather_bytes`.
-        index: int32, any shape.
-
-    Returns:
-        dtype of the table, ``[*index.shape, width]``.
-    """
-    valid = (index >= 0) & (index < table.shape[0])
-    rows = F.embedding(torch.where(valid, index, 0), table)
-    return torch.where(valid[..., None], rows, torch.zeros_like(rows))
 
 
 def byte_words(table: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer_neuron.ops import graph_formats, graph_math, graph_select
+from deepinfer_neuron.ops import gather, graph_formats, graph_math, graph_select
+from deepinfer_neuron.ops.arithmetic import graph_arithmetic
 from tests.ops.number_formats import finite_e4m3_codes, normal, random_bytes, same_bits
 from tests.support.lowered import check_function, within
 
@@ -102,11 +103,12 @@ SELECTIONS: dict[str, Case] = {
 PLACES = torch.tensor([[0, 3, -1], [4, 2, 7]], dtype=torch.int32)
 
 GATHERS: dict[str, Case] = {
-    "gather_rows": (graph_math.gather_rows, (normal((4, 64), 16), PLACES)),
+    "gather_rows": (gather.gather_rows, (normal((4, 64), 16), PLACES)),
     "gather_bytes": (graph_math.gather_bytes, (graph_math.byte_words(CODES), PLACES)),
 }
 
 EXACT = FORMATS | SELECTIONS | GATHERS
+GRAPH = graph_arithmetic()
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -128,7 +130,7 @@ def test_codes_that_are_no_numbers() -> None:
 
 def test_products_and_roots_round_as_the_compiler_does() -> None:
     a, b, c = (normal((8, 32), seed, torch.float32) for seed in (17, 18, 19))
-    check_function(graph_math.square_root, a.abs(), compare=within(2.0**-22))
+    check_function(GRAPH.square_root, a.abs(), compare=within(2.0**-22))
     close = within(2.0**-22, 2.0**-20)
-    check_function(graph_math.fused_multiply_add, a, b, c, compare=close)
+    check_function(GRAPH.fused, a, b, c, compare=close)
     check_function(graph_math.turn_pairs, a, b, c, c, compare=close)

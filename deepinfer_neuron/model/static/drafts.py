@@ -35,6 +35,8 @@ class StaticDraftLayer(RegionModule):
         regions: where regions run.
     """
 
+    rows_pow2 = True
+
     def __init__(
         self,
         config: ModelConfig,

@@ -13,6 +13,7 @@ from deepinfer_neuron.model.matrix import ExpertMatrix, WeightSource
 from deepinfer_neuron.model.static.caches import WORD
 from deepinfer_neuron.ops import graph_formats
 from deepinfer_neuron.ops.engram import engram_update
+from deepinfer_neuron.ops.graph_math import byte_words, gather_bytes
 from deepinfer_neuron.ops.moe import combine, route, swiglu
 from deepinfer_neuron.ops.quant import q8
 from deepinfer_neuron.platform.regions import RegionModule, Regions, region
@@ -181,9 +182,8 @@ class StaticEngram(RegionModule):
 
     def _fetch(self, rows: Tensor) -> Tensor:
         """Decoded table rows: ``[n, columns]`` to ``[n, columns * d]``."""
-        wanted = rows.clamp(min=0)
-        codes = _bytes(F.embedding(wanted, self.codes), self.width)
-        scale = _bytes(F.embedding(wanted, self.scale), self.groups)
+        codes = gather_bytes(self.codes, rows)[..., : self.width].contiguous()
+        scale = gather_bytes(self.scale, rows)[..., : self.groups].contiguous()
         graph = self.arithmetic.graph
         decode = graph_formats.dequantize_fp8_rows if graph else dequantize_fp8_rows
         values = decode(codes, scale).masked_fill((rows < 0)[..., None], 0)
@@ -196,8 +196,4 @@ def table_words(table: Tensor, count: int) -> Tensor:
     octets = table.view(torch.uint8)
     missing, short = -table.shape[1] % WORD, count - table.shape[0]
     padded = F.pad(octets, (0, missing, 0, short)) if missing or short else octets
-    return padded.contiguous().view(torch.int32)
-
-
-def _bytes(words: Tensor, width: int) -> Tensor:
-    return words.view(torch.uint8)[..., :width].contiguous()
+    return byte_words(padded.contiguous())
