@@ -130,6 +130,7 @@ def _run(args: argparse.Namespace) -> int:
 def _record(output: RequestOutput) -> dict[str, object]:
     """``output`` as the object of one JSON line."""
     completion, speed = output.outputs[0], measure(output)
+    failed = {"error": completion.stop_reason} if completion.finish_reason == "error" else {}
     return {
         "prompt": output.prompt,
         "prompt_token_ids": list(output.prompt_token_ids),
@@ -140,17 +141,21 @@ def _record(output: RequestOutput) -> dict[str, object]:
         "tpot_ms": speed.tpot_ms,
         "tokens_per_second": speed.tokens_per_second,
         "tokens_per_decode_step": output.metrics.decode.tokens_per_step,
+        **failed,
     }
 
 
 def _show(output: RequestOutput) -> None:
     """Print ``output`` for a person, followed by an empty line."""
     completion, speed = output.outputs[0], measure(output)
+    finish = f"{completion.finish_reason}, {len(completion.token_ids)} tokens"
+    if completion.finish_reason == "error":
+        finish += f": {completion.stop_reason}"
     lines = {
         "prompt": output.prompt or "",
         "text": completion.text,
         "token ids": " ".join(str(token) for token in completion.token_ids),
-        "finish": f"{completion.finish_reason}, {len(completion.token_ids)} tokens",
+        "finish": finish,
         "speed": f"TTFT {_number(speed.ttft_ms)} ms, TPOT {_number(speed.tpot_ms)} ms, "
         f"{_number(speed.tokens_per_second)} tokens/s",
         "drafts": f"{output.metrics.decode.tokens_per_step:.2f} tokens per decode step",

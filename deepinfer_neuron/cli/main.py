@@ -11,9 +11,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from deepinfer_neuron import __version__
 from deepinfer_neuron.cli import bench, compile, doctor, generate, inspect, tiny
+from deepinfer_neuron.cli.log import brief_log
 from deepinfer_neuron.errors import DeepInferNeuronError
 
 COMMANDS = (
@@ -78,7 +80,8 @@ def guarded(run: Callable[[], int], *, debug: bool | None = None) -> int:
         debug: show the traceback too; ``None`` where the user cannot ask for it.
     """
     try:
-        code = run()
+        with nullcontext() if debug else brief_log():
+            code = run()
         sys.stdout.flush()
     except BrokenPipeError:
         _discard_stdout()

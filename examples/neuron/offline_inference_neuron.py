@@ -48,7 +48,8 @@ def main() -> int:
     with llm:
         params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
         for output in llm.generate(args.prompt or PROMPTS, params, use_tqdm=sys.stderr.isatty()):
-            print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
+            completion = output.outputs[0]
+            print(f"{output.prompt!r} -> {completion.text!r} ({completion.finish_reason})")
         print(llm.stats().device or "no graphs: every step ran operator by operator")
     return 0
 

@@ -116,6 +116,21 @@ def test_options_reach_the_engine(engine) -> None:
     assert (params.temperature, params.max_tokens, params.seed) == (0.7, 5, 3)
 
 
+@pytest.mark.parametrize("json_output", [False, True])
+def test_a_failed_request_says_why_without_a_traceback(
+    json_output: bool, engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.failure = "no\nluck"
+    options = ["--json"] if json_output else []
+    assert main(["generate", "--model", "m", "--prompt", "p", *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "error: a step failed: ValueError: no luck\n"
+    if json_output:
+        assert json.loads(captured.out)["error"] == "no\nluck"
+    else:
+        assert "finish     error, 0 tokens: no" in captured.out
+
+
 @pytest.mark.parametrize(
     ("prompts", "rows", "together"), [(3, None, 3), (40, None, 32), (3, "2", 2), (1, "0", 1)]
 )
