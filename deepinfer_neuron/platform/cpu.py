@@ -14,10 +14,14 @@ from deepinfer_neuron.platform.base import (
     check_compile_mode,
     check_copy,
 )
-from deepinfer_neuron.platform.regions import CompiledBackend, PlainBackend, Regions
+from deepinfer_neuron.platform.regions import BackendOptions, CompiledBackend, PlainBackend, Regions
 
 _NO_ARITHMETIC = frozenset({torch.float4_e2m1fn_x2})
 _QUIRKS = Quirks()
+
+
+# Left to itself, inductor keeps fp32 where the model rounds to bf16 between fused operators.
+_INDUCTOR: BackendOptions = {"emulate_precision_casts": True}
 
 
 class CpuPlatform(Platform):
@@ -75,7 +79,7 @@ class CpuPlatform(Platform):
     def make_regions(self, compile: str | None = None) -> Regions:
         """Plain calls, or graphs of inductor."""
         mode = self._compile if compile is None else check_compile_mode(compile)
-        return Regions(PlainBackend() if mode == "off" else CompiledBackend("inductor"))
+        return Regions(PlainBackend() if mode == "off" else CompiledBackend("inductor", _INDUCTOR))
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """``tensor`` itself."""

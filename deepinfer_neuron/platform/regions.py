@@ -29,6 +29,8 @@ M = TypeVar("M", bound="RegionModule")
 
 Signature = tuple[Hashable, ...]
 
+BackendOptions = dict[str, str | int | bool | Callable[..., Any]]
+
 
 @dataclass(frozen=True)
 class RegionKey:
@@ -94,11 +96,17 @@ class CompiledBackend:
 
     Args:
         backend: name or function of a ``torch.compile`` backend.
+        options: of the backend.
         most_graphs: graphs of one method that may be needed; torch gives up behind its limit.
     """
 
-    def __init__(self, backend: str | Callable[..., Any], most_graphs: int = 256) -> None:
-        self._backend = backend
+    def __init__(
+        self,
+        backend: str | Callable[..., Any],
+        options: BackendOptions | None = None,
+        most_graphs: int = 256,
+    ) -> None:
+        self._backend, self._options = backend, options
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         config = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, most_graphs)
@@ -115,7 +123,11 @@ class CompiledBackend:
         """The compiled call."""
         if function not in self._compiled:
             self._compiled[function] = torch.compile(
-                function, backend=self._backend, fullgraph=True, dynamic=False
+                function,
+                backend=self._backend,
+                fullgraph=True,
+                dynamic=False,
+                options=self._options,
             )
         return self._compiled[function](module, *args)
 
