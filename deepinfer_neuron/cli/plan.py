@@ -114,7 +114,7 @@ def record(plan: Plan) -> dict[str, object]:
         found["expanded_bytes"] = placement.expanded_bytes
         found["unused_bytes"] = placement.unused
         found["graphs"] = placement.graphs
-        found["graph_kinds"] = dataclasses.asdict(placement.kinds)
+        found["graphs_by_region"] = dict(placement.graphs_by_region)
         found["decode_step"] = {
             **step_record(placement.step),
             "seconds_at_observed_bandwidth": plan.slower.step.estimate.total,

@@ -25,7 +25,7 @@ from deepinfer_neuron.model.rank_weights import (
     rank_tensors,
 )
 from deepinfer_neuron.platform.simulator.cost import GIB, CoreSpec, trn2_core
-from deepinfer_neuron.runner.buckets import GraphKinds
+from deepinfer_neuron.runner.graph_count import planned_graphs
 from deepinfer_neuron.runner.worker import blocks_for
 
 SCALES = "scales of dense matrices"
@@ -115,8 +115,7 @@ class Placement:
         page_bytes: of one of them.
         expanded_bytes: what expanded matrices take on top of the packed ones.
         unused: bytes that are left beyond the reserves.
-        kinds: regions by what their shape depends on.
-        graphs: compiled graphs.
+        graphs_by_region: graphs to compile, by region.
         step: estimated decode step of one sequence.
     """
 
@@ -128,9 +127,13 @@ class Placement:
     page_bytes: int
     expanded_bytes: int
     unused: int
-    kinds: GraphKinds
-    graphs: int
+    graphs_by_region: tuple[tuple[str, int], ...]
     step: Forecast
+
+    @property
+    def graphs(self) -> int:
+        """All graphs that a warm-up compiles."""
+        return sum(count for _, count in self.graphs_by_region)
 
 
 def measure(
@@ -183,7 +186,7 @@ def place(
     left -= pages * page
     shape = decode_shape(config, layout, 1, context)
     step = forecast(config, layout, shape, left, core)
-    kinds = graph_kinds(config, layout)
+    graphs = planned_graphs(config, layout.ladder(config), layout.nextn)
     return Placement(
         layout=layout,
         memory=memory,
@@ -193,28 +196,8 @@ def place(
         page_bytes=page,
         expanded_bytes=step.path.extra_bytes,
         unused=left - step.path.extra_bytes,
-        kinds=kinds,
-        graphs=layout.ladder(config).num_graphs(kinds),
+        graphs_by_region=tuple(graphs.items()),
         step=step,
-    )
-
-
-def graph_kinds(config: ModelConfig, layout: Layout) -> GraphKinds:
-    """Kinds of regions: layers of one structure share their graphs."""
-    attention = {
-        (s.role, s.ratio, s.owns_index_k, s.is_candidate_source, s.candidate_source is not None)
-        for s in config.layers
-    }
-    far = sum(ratio > 0 for _, ratio, *_ in attention)
-    drafts = layout.nextn > 0
-    # Metadata goes with the table. Over rows: window-only attention, experts, embedding, Engram,
-    # key update of the drafts. Over outputs: head with sampling, verification. Drafts: embedding,
-    # attention, experts, chain.
-    return GraphKinds(
-        tables=far + 1,
-        rows=len(attention) - far + 2 + (config.engram is not None) + drafts,
-        outputs=2,
-        drafts=4 if drafts else 0,
     )
 
 

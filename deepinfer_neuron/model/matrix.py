@@ -127,11 +127,19 @@ class WeightSource:
         expanded: decode quantized matrices to bf16 now; otherwise they stay memory-mapped. A set
             of names decodes just those, and leaves plain matrices as they are.
         arithmetic: given to every module.
+        rank: of the expert-parallel ranks, this process's.
+        ranks: between which the routed experts of a static network are divided.
     """
 
     checkpoint: Checkpoint
     expanded: bool | frozenset[str]
     arithmetic: Arithmetic
+    rank: int = 0
+    ranks: int = 1
+
+    def held(self, experts: int) -> range:
+        """Which of so many routed experts of a block this rank holds."""
+        return range(experts * self.rank // self.ranks, experts * (self.rank + 1) // self.ranks)
 
     def expands(self, name: str) -> bool:
         """Whether the quantized matrix ``name`` is decoded now."""

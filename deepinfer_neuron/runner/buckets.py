@@ -28,23 +28,6 @@ LOWEST_PREFILL_ROWS = 128
 
 
 @dataclass(frozen=True)
-class GraphKinds:
-    """How many kinds of regions a model has, by what their compiled shape depends on.
-
-    Attributes:
-        tables: regions that read a block table: one graph per (sequences, rows, table width).
-        rows: regions over rows only (experts, mixers, embedding): one per (sequences, rows).
-        outputs: regions over the wanted rows (head, sampling): one per (sequences, outputs).
-        drafts: regions of a draft pass: one per number of sequences.
-    """
-
-    tables: int
-    rows: int
-    outputs: int
-    drafts: int = 0
-
-
-@dataclass(frozen=True)
 class Ladder:
     """Every size that a pass may have, ascending; see the table of this module.
 
@@ -200,16 +183,6 @@ class Ladder:
     def passes(self) -> tuple[PassShape, ...]:
         """Every pass of the backbone that can occur, each once: decode passes, then prompts."""
         return tuple(dict.fromkeys((*self.decode_passes(), *self.prefill_passes())))
-
-    def num_graphs(self, kinds: GraphKinds) -> int:
-        """Graphs that a model with so many kinds of regions compiles for this ladder."""
-        passes = self.passes()
-        return (
-            kinds.tables * len({(p.sequences, p.rows, p.blocks) for p in passes})
-            + kinds.rows * len({(p.sequences, p.rows) for p in passes})
-            + kinds.outputs * len({(p.sequences, p.outputs) for p in passes})
-            + kinds.drafts * len(self.draft_passes())
-        )
 
     def _outputs(self, rows: int) -> int:
         """Wanted rows per sequence of a decode pass: the last token and its drafts."""

@@ -59,7 +59,7 @@ class StepResult:
     seconds: float
     """Time from the start of the step to its last draft."""
     forward_seconds: float
-    """Time of the backbone, embedding to final norm."""
+    """Time of the backbone, embedding to final norm, and of what goes before it."""
     sample_seconds: float
     """Time of the head, prompt scores and verification."""
     draft_seconds: float
@@ -104,9 +104,8 @@ class Member:
 
 @dataclass(frozen=True)
 class PhaseSeconds:
-    """Where the time of a step went; see :class:`StepResult`."""
+    """Where the time of a step went besides the backbone; see :class:`StepResult`."""
 
-    forward: float
     sample: float
     draft: float
 
@@ -174,14 +173,15 @@ class Executor(ABC):
                 self.worker.restore_window(admission.slot, admission.cached, admission.pages)
         members = self._members(plan)
         spent = self._advance(plan, members)
+        seconds = time.monotonic() - started
         done = {member.entry: member.progress() for member in members}
         return StepResult(
             progress=tuple(
                 done.get(entry, Progress((), 0)) for entry in range(len(plan.slots))
             ),
             rows=sum(member.end - member.begin for member in members),
-            seconds=time.monotonic() - started,
-            forward_seconds=spent.forward,
+            seconds=seconds,
+            forward_seconds=seconds - spent.sample - spent.draft,
             sample_seconds=spent.sample,
             draft_seconds=spent.draft,
         )  # fmt: skip

@@ -35,7 +35,6 @@ class HostExecutor(Executor):
 
     def _advance(self, plan: StepPlan, members: list[Member]) -> PhaseSeconds:
         """Backbone, prompt scores, tokens, drafts."""
-        started = time.monotonic()
         chunks = self._chunks(plan, members)
         hidden = self._ragged.hidden(chunks) if members else torch.empty(0)
         forwarded = time.monotonic()
@@ -45,7 +44,7 @@ class HostExecutor(Executor):
         sampled = time.monotonic()
         self._draft(members)
         ended = time.monotonic()
-        return PhaseSeconds(forwarded - started, sampled - forwarded, ended - sampled)
+        return PhaseSeconds(sampled - forwarded, ended - sampled)
 
     def _score_prompt(self, member: Member, hidden: Tensor) -> None:
         first = member.first_output

@@ -66,7 +66,7 @@ class StaticExecutor(Executor):
         spent = [self._run(item) for item in passes]
         queued = sum(seconds for seconds, _ in spent)
         drafted = sum(seconds for _, seconds in spent)
-        return PhaseSeconds(queued, time.monotonic() - started - queued - drafted, drafted)
+        return PhaseSeconds(time.monotonic() - started - queued - drafted, drafted)
 
     def _passes(self, members: Sequence[Member], chunks: Sequence[ChunkPlan]) -> list[_Pass]:
         ladder, pairs = self._ladder, list(zip(members, chunks, strict=True))

@@ -44,6 +44,7 @@ def test_a_plan_as_json(flash: Path, capsys: pytest.CaptureFixture[str]) -> None
     used = memory["fixed_bytes"] + kv["blocks"] * kv["block_bytes"]
     used += kv["pages"] * kv["page_bytes"] + found["expanded_bytes"] + found["unused_bytes"]
     assert used == memory["capacity"] == 24 * 2**30
+    assert sum(found["graphs_by_region"].values()) == found["graphs"]
     step = found["decode_step"]
     assert step["label"] == "estimate, not measured"
     assert step["seconds"] <= 0.030

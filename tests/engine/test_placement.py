@@ -111,10 +111,34 @@ def test_caches_for_all_sequences_come_before_expanded_matrices() -> None:
 def test_graphs_of_the_released_model() -> None:
     placement = place(released(), layout("cores=64,nextn=5,max_num_seqs=4"))
     assert placement is not None
-    # 1, 2, 4 sequences; prompts of 128, 256, 512; one table width. Five kinds of attention with a
-    # table and the metadata; window attention, experts, embedding, Engram, draft keys over rows;
-    # head and verification for 3 decode shapes and the prompt; 4 draft regions for 3 shapes.
-    assert placement.graphs == 6 * 6 + 5 * 6 + 2 * 4 + 4 * 3
+    found = dict(placement.graphs_by_region)
+    # 1, 2, 4 sequences of 8 rows and prompts of 128, 256, 512, one table width: 6 passes, each with
+    # rows of its own.
+    per_pass = {
+        "Preparation.prepare", "Embedding.start", "StaticEngram.remember", "LayerMixture.mix",
+        "StaticAttention.attend[window]", "StaticDrafts.remember", "StaticHead.verify",
+        "StaticHead.logits",
+    }  # fmt: skip
+    select = {name: n for name, n in found.items() if "attend_and_select" in name}
+    # Ratio 2, ratio 1 with candidates, ratio 1 within candidates.
+    assert list(select.values()) == [6, 6, 6]
+    # Decode passes gather 512 keys per row at both ratios; a prompt gathers the whole table, of
+    # 8192 entries at ratio 2 and 16384 at ratio 1.
+    assert found["StaticAttention.attend[reuse]"] == 3 + 2 * 3
+    # A prompt wants one row, a decode pass six of every sequence.
+    wanted = {"StaticHead.chosen", "StaticDrafts.begin", "StaticDrafts.propose"}
+    assert {found[name] for name in per_pass} == {6}
+    assert {found[name] for name in wanted} == {4}
+    assert found["StaticDraftLayer.draft"] == 3
+    assert found["WindowRestorer.restore"] == 1
+    assert placement.graphs == 6 * 8 + 3 * 6 + 9 + 4 * 3 + 3 + 1
+
+
+@pytest.mark.parametrize(("sequences", "graphs"), [(1, 59), (4, 91), (32, 131)])
+def test_graphs_in_the_document(sequences: int, graphs: int) -> None:
+    placement = place(released(), layout(f"cores=64,nextn=5,max_num_seqs={sequences}"))
+    assert placement is not None
+    assert placement.graphs == graphs
 
 
 def test_what_is_left_out_gets_a_default() -> None:

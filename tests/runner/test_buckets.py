@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deepinfer_neuron.errors import ConfigError
 from deepinfer_neuron.model.shapes import PassShape
-from deepinfer_neuron.runner.buckets import GraphKinds, Ladder
+from deepinfer_neuron.runner.buckets import Ladder
 
 
 def released_ladder() -> Ladder:
@@ -57,16 +57,6 @@ def test_a_prompt_chunk_needs_a_table_for_itself() -> None:
     assert ladder.prefill_shape(300) == PassShape(1, 512, 4, 1)
     # A chunk of the bucket 512 has at least 257 rows, so a table of two blocks cannot occur.
     assert {p.blocks for p in ladder.prefill_passes() if p.rows == 512} == {4, 8}
-
-
-def test_graphs_are_counted_by_what_their_shape_depends_on() -> None:
-    ladder = released_ladder()
-    # 12 passes; 6 pairs of sequences and rows; outputs 6 of 1, 2, 4 sequences and 1 of one.
-    assert ladder.num_graphs(GraphKinds(tables=1, rows=0, outputs=0)) == 12
-    assert ladder.num_graphs(GraphKinds(tables=0, rows=1, outputs=0)) == 6
-    assert ladder.num_graphs(GraphKinds(tables=0, rows=0, outputs=1)) == 4
-    assert ladder.num_graphs(GraphKinds(tables=0, rows=0, outputs=0, drafts=1)) == 3
-    assert ladder.num_graphs(GraphKinds(5, 4, 3, 2)) == 5 * 12 + 4 * 6 + 3 * 4 + 2 * 3
 
 
 @pytest.mark.parametrize(

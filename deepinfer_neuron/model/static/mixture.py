@@ -96,9 +96,10 @@ class StaticMixture(nn.Module):
         self.shared = nn.ModuleDict(
             {part: source.fp8(f"{name}.shared_experts.{part}") for part in _PARTS}
         )
-        self.experts = ExpertStack(f"{name}.experts", range(experts), source)
+        held = source.held(experts)
+        self.experts = ExpertStack(f"{name}.experts", held, source)
         # Which expert comes first differs between ranks, so the graph reads it from a buffer.
-        first = torch.zeros(1, dtype=torch.int32)
+        first = torch.full((1,), held.start, dtype=torch.int32)
         self.first_expert = nn.Buffer(first, persistent=False)
 
     def forward(self, trunk: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
