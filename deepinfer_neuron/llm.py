@@ -213,9 +213,9 @@ class LLM:
         seed: int = 0,
         progress: bool = False,
     ) -> None:
-        settings = Settings.from_env(os.environ)
+        self.settings = settings = Settings.from_env(os.environ)
         simulated = _given(simulate, settings.simulate)
-        platform = get_platform(device, compile=compile, simulate=simulated)
+        self.platform = platform = get_platform(device, compile=compile, simulate=simulated)
         if dtype != "bfloat16":
             raise ConfigError(f"dtype {dtype!r} is not supported; use 'bfloat16'")
         self._seed = check_integer("seed", seed, 0, 2**64 - 1)

@@ -116,13 +116,13 @@ def record(plan: Plan) -> dict[str, object]:
         found["graphs"] = placement.graphs
         found["graphs_by_region"] = dict(placement.graphs_by_region)
         found["decode_step"] = {
-            **_step_record(placement.step),
+            **step_record(placement.step),
             "seconds_at_observed_bandwidth": plan.slower.step.estimate.total,
         }
     return found
 
 
-def _step_record(step: Forecast) -> dict[str, object]:
+def step_record(step: Forecast) -> dict[str, object]:
     """The decode step as a JSON object."""
     estimate = step.estimate
     return {
@@ -233,12 +233,13 @@ def _facts(placement: Placement) -> Table:
     return table
 
 
-def step_table(step: Forecast) -> Table:
-    """The estimated step by component."""
-    estimate = step.estimate
+def step_table(step: Forecast, title: str | None = None) -> Table:
+    """The estimated step by component; a decode step unless the title says otherwise."""
+    estimate, shape = step.estimate, step.shape
+    if title is None:
+        title = f"Decode step of {shape.sequences} sequence(s), {shape.rows} rows each"
     table = Table(
-        title=f"Decode step of {step.shape.sequences} sequence(s), {step.shape.rows} rows each "
-        f"({estimate.label})",
+        title=f"{title} ({estimate.label})",
         title_justify="left",
         box=None,
         padding=(0, 3, 0, 0),

@@ -89,7 +89,12 @@ def decode_shape(
 
 
 def forecast(
-    config: ModelConfig, layout: Layout, shape: PassShape, spare_bytes: int, core: CoreSpec
+    config: ModelConfig,
+    layout: Layout,
+    shape: PassShape,
+    spare_bytes: int,
+    core: CoreSpec,
+    path: WeightPath | None = None,
 ) -> Forecast:
     """Estimate a step whose matrices are expanded as far as that helps and fits.
 
@@ -99,10 +104,12 @@ def forecast(
         shape: of the backbone's pass.
         spare_bytes: memory of a core that expanded matrices may take.
         core: rates.
+        path: which matrices are expanded, if another step has decided that already.
     """
     work = step_work(config, layout, shape)
     loads = [region.load() for region in work.regions]
-    path = choose_weight_path(loads, spare_bytes, core)
+    if path is None:
+        path = choose_weight_path(loads, spare_bytes, core)
     costs = [load.cost(path.families) for load in loads]
     # An embedding in host memory takes a download of the ids and an upload of the rows.
     host = HostCost(drains=int(layout.host_embed))
@@ -111,7 +118,7 @@ def forecast(
         shape=shape,
         components=_components(work, costs, path.families, core),
         launches=tuple(_launches(work.regions).items()),
-        collectives=sum(cost.count for cost in work.collectives),
+        collectives=sum(cost.count for cost in work.collectives if cost.ranks > 1),
         path=path,
         estimate=estimate(grouped, work.collectives, host, core),
     )

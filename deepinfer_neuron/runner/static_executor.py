@@ -97,7 +97,7 @@ class StaticExecutor(Executor):
             StaticPlan(chunk, len(member.drafts))
             for member, chunk in zip(item.members, item.chunks, strict=True)
         ]
-        platform, label = self._static.platform, _label(item.shape)
+        platform, label = self._static.platform, pass_label(item.shape)
         sampling = [member for member in item.members if member.samples]
         plain = all(self.sampler.is_plain(member.data.state) for member in sampling)
         scored = any(member.data.scores_prompt for member in item.members)
@@ -171,14 +171,15 @@ class StaticExecutor(Executor):
             for part in rows.split(width):
                 padded = torch.zeros(width, dtype=torch.int32)
                 padded[: len(part)] = part
-                with self._static.platform.step(f"{_label(shape)} prompt scores"):
+                with self._static.platform.step(f"{pass_label(shape)} prompt scores"):
                     parts.append(self._static.logits(queued, padded)[: len(part)])
             return torch.cat(parts)
 
         self._score_rows(member.data, member.begin, member.end, logits)
 
 
-def _label(shape: PassShape) -> str:
+def pass_label(shape: PassShape) -> str:
+    """Name of the steps that run a pass of this shape."""
     return f"{shape.sequences} x {shape.rows} rows, {shape.blocks} blocks"
 
 

@@ -7,6 +7,7 @@ from deepinfer_neuron.platform.simulator.counts import (
     Counts,
     GraphReport,
     SimulatorReport,
+    StepKind,
     StepReport,
     Violation,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "SimulatedNeuronPlatform",
     "Simulator",
     "SimulatorReport",
+    "StepKind",
     "StepReport",
     "Violation",
     "compare_graphs",

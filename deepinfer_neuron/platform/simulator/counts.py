@@ -53,6 +53,14 @@ class Counts:
             parts[name] = _difference(now, then) if isinstance(now, dict) else now - then
         return Counts(**parts)
 
+    def plus(self, other: Counts) -> Counts:
+        """Both together."""
+        parts: dict[str, Any] = {}
+        for name, mine in vars(self).items():
+            more = getattr(other, name)
+            parts[name] = _sum(mine, more) if isinstance(mine, dict) else mine + more
+        return Counts(**parts)
+
     def copy(self) -> Counts:
         """These counts, which go on by themselves."""
         return dataclasses.replace(
@@ -63,6 +71,10 @@ class Counts:
 def add_one(counts: dict[str, int], name: str) -> None:
     """Count ``name`` once more."""
     counts[name] = counts.get(name, 0) + 1
+
+
+def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
 
 
 def _difference(now: Mapping[str, int], then: Mapping[str, int]) -> dict[str, int]:
@@ -104,6 +116,15 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class StepKind:
+    """All steps of one label: how many there were, and their counts together."""
+
+    label: str
+    steps: int
+    counts: Counts
+
+
+@dataclass(frozen=True)
 class GraphReport:
     """One compiled graph.
 
@@ -127,6 +148,7 @@ class SimulatorReport:
     mode: str
     total: Counts
     steps: int
+    kinds: tuple[StepKind, ...]
     last_step: StepReport | None
     graphs: tuple[GraphReport, ...]
     memory: int

@@ -229,3 +229,13 @@ RULES: dict[str, Rule] = {
     rule.id: rule for rule in (*_GRAPHS, *_ARITHMETIC, *_MEMORY, *_HOST, *_FORMS, *_RANKS)
 }
 """Every rule by its id."""
+
+
+def rules_table() -> str:
+    """The catalogue as a Markdown table."""
+    lines = ["| id | | checked | rule | instead |", "|---|---|---|---|---|"]
+    for rule in RULES.values():
+        where = "device only" if rule.check == "none" else rule.check
+        cells = (rule.id, rule.severity, where, rule.title, rule.workaround)
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)

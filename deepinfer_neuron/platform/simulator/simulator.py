@@ -14,6 +14,7 @@ from deepinfer_neuron.platform.simulator.counts import (
     Counts,
     GraphReport,
     SimulatorReport,
+    StepKind,
     StepReport,
     Violation,
 )
@@ -61,6 +62,7 @@ class Simulator:
         self.sequence: list[str] = []
         self._violations: dict[Violation, None] = {}
         self._steps = 0
+        self._kinds: dict[str, StepKind] = {}
         self._last: StepReport | None = None
         self._step: _OpenStep | None = None
 
@@ -161,6 +163,9 @@ class Simulator:
                 tuple(step.violations),
             )
             self._steps += 1
+            kind = self._kinds.get(step.label, StepKind(step.label, 0, Counts()))
+            together = kind.counts.plus(counts)
+            self._kinds[step.label] = StepKind(step.label, kind.steps + 1, together)
             self._step = None
         return self._last
 
@@ -185,6 +190,7 @@ class Simulator:
             self.mode,
             self.counts.copy(),
             self._steps,
+            tuple(self._kinds.values()),
             self._last,
             tuple(self.graphs),
             self.memory.now,
