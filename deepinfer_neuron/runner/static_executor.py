@@ -60,7 +60,7 @@ class StaticExecutor(Executor):
         )
 
     def _advance(self, plan: StepPlan, members: list[Member]) -> PhaseSeconds:
-        """Queue every pass, then finish them in order."""
+        """Run every pass to its end, one after the other."""
         started = time.monotonic()
         passes = self._passes(members, self._chunks(plan, members))
         spent = [self._run(item) for item in passes]
