@@ -10,8 +10,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TINY := .cache/tiny
 
-# Parallel tests share the cores: one thread each.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS)
+# Parallel tests share the cores: one thread each. Whoever is done takes tests from the other one.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help install test test-slow test-all soak lint format tiny demo eval-demo train-demo bench clean

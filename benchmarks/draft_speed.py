@@ -89,9 +89,7 @@ def measure(
     ) as llm:
         requests = prompts(batch, load.prompt_tokens, llm.checkpoint.config.vocab_size)
         if source is not None:
-            drafter = llm.engine.executor.drafter
-            assert drafter is not None
-            drafter.source = source
+            llm.engine.executor.source = source
         for _ in range(1 + load.repeats):
             before = llm.stats()
             # One token: all prompts, and nothing else.

@@ -30,3 +30,28 @@ class RequestError(DeepInferNeuronError, ValueError):
 
 class PlatformError(DeepInferNeuronError, RuntimeError):
     """The requested device or one of its packages is not usable on this machine."""
+
+
+class DeviceRuleError(PlatformError):
+    """Something was asked of the Neuron device that it cannot do, or does badly.
+
+    Args:
+        rule: id of the rule, such as ``G08``.
+        title: what the rule says.
+        detail: what broke it: the operator, its shapes, or a count.
+        where: file and line of the Python code, if known.
+        workaround: what to do instead.
+    """
+
+    def __init__(self, rule: str, title: str, detail: str, where: str, workaround: str) -> None:
+        place = f" (at {where})" if where else ""
+        super().__init__(f"{rule}: {title}. Found: {detail}{place}. Instead: {workaround}")
+        self.rule = rule
+        self.title = title
+        self.detail = detail
+        self.where = where
+        self.workaround = workaround
+
+    def __reduce__(self) -> tuple[type[DeviceRuleError], tuple[str, str, str, str, str]]:
+        fields = (self.rule, self.title, self.detail, self.where, self.workaround)
+        return type(self), fields

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from deepinfer_neuron.assets import model_or_demo
 from deepinfer_neuron.checkpoint.reader import Checkpoint
 from deepinfer_neuron.engine.build import Parts, build_engine
-from deepinfer_neuron.engine.config import EngineOptions, check_integer
+from deepinfer_neuron.engine.config import BucketOptions, EngineOptions, check_integer
 from deepinfer_neuron.engine.core import EngineCore, NewRequest, Tracked
 from deepinfer_neuron.engine.inputs import (
     EncodedPrompt,
@@ -34,8 +34,8 @@ from deepinfer_neuron.engine.outputs import (
     TokenLogprobs,
 )
 from deepinfer_neuron.errors import ConfigError, RequestError
-from deepinfer_neuron.ops.arithmetic import fixed_arithmetic, free_arithmetic
-from deepinfer_neuron.platform import get_platform
+from deepinfer_neuron.ops.arithmetic import Arithmetic, FixedOrder, FreeOrder
+from deepinfer_neuron.platform import Platform, get_platform
 from deepinfer_neuron.runner.worker import expanded_bytes
 from deepinfer_neuron.sampling.params import SamplingParams
 from deepinfer_neuron.sampling.state import completion_seed
@@ -153,7 +153,7 @@ class LLM:
     Args:
         model: checkpoint directory; the small demo model of the package when not given.
         tokenizer: directory of the tokenizer files, if not the checkpoint's.
-        device: ``"cpu"``.
+        device: ``"cpu"`` or ``"neuron"``.
         dtype: ``"bfloat16"``, the only activation format the checkpoints are made for.
         max_model_len: most tokens of a sequence, prompt included; by default 4096 or what the
             model supports, whichever is less.
@@ -173,9 +173,15 @@ class LLM:
             what ``DEEPINFER_ZERO_OVERHEAD_SCHEDULING`` says.
         weights: ``"packed"`` keeps quantized weights memory-mapped as stored, ``"expanded"``
             decodes them to bf16 once, ``"auto"`` expands when they fit into half of the available
-            memory. By default what ``DEEPINFER_NEURON_WEIGHTS`` says.
+            memory; on Neuron it expands what shortens a decode step within the memory left. By
+            default what ``DEEPINFER_NEURON_WEIGHTS`` says.
         batch_invariant: fixed-order arithmetic, whose results for a request do not depend on what
             else runs. By default what ``DEEPINFER_BATCH_INVARIANT`` says.
+        compile: ``"regions"`` compiles every part of the network once per shape, ``"off"`` runs it
+            operator by operator. By default ``"off"`` on the CPU and ``"regions"`` on Neuron.
+        simulate: with device ``"neuron"``, the simulated device instead of a chip. Also switched on
+            by ``DEEPINFER_NEURON_SIMULATE``.
+        buckets: sizes that graphs are compiled for.
         seed: seed of the requests that bring none.
         progress: show a bar while loading.
 
@@ -202,11 +208,15 @@ class LLM:
         asynchronous: bool | None = None,
         weights: WeightsMode | None = None,
         batch_invariant: bool | None = None,
+        compile: Literal["off", "regions"] | None = None,
+        simulate: bool | None = None,
+        buckets: BucketOptions | None = None,
         seed: int = 0,
         progress: bool = False,
     ) -> None:
-        settings = Settings.from_env(os.environ)
-        platform = get_platform(device)
+        self.settings = settings = Settings.from_env(os.environ)
+        simulated = _given(simulate, settings.simulate)
+        self.platform = platform = get_platform(device, compile=compile, simulate=simulated)
         if dtype != "bfloat16":
             raise ConfigError(f"dtype {dtype!r} is not supported; use 'bfloat16'")
         self._seed = check_integer("seed", seed, 0, 2**64 - 1)
@@ -217,7 +227,8 @@ class LLM:
         if nextn is None and config.draft is not None:
             nextn = settings.nextn
         size = expanded_bytes(config, drafts=nextn != 0)
-        self.weights = _weights_mode(weights or settings.weights, size, memory)
+        mode = weights or settings.weights
+        self.weights = _weights_mode(mode, size, memory, planned=platform.name == "neuron")
         self.config = EngineOptions(
             max_model_len,
             max_num_seqs,
@@ -227,11 +238,13 @@ class LLM:
             _given(prefill_attempt_interval, settings.prefill_attempt_interval),
             _given(asynchronous, settings.zero_overhead_scheduling),
             nextn,
+            buckets or BucketOptions(),
         ).resolve(config, memory)
         fixed = _given(batch_invariant, settings.batch_invariant)
-        arithmetic = fixed_arithmetic() if fixed else free_arithmetic()
-        expanded = self.weights == "expanded"
-        parts = Parts(self.checkpoint, self.tokenizer, settings, arithmetic, expanded, progress)
+        parts = Parts(
+            self.checkpoint, self.tokenizer, settings, _arithmetic(platform, fixed),
+            None if self.weights == "auto" else self.weights == "expanded", platform, progress,
+        )  # fmt: skip
         self.engine: EngineCore = build_engine(parts, self.config)
         self._lock = threading.Lock()
         self._closed = False
@@ -487,9 +500,26 @@ def _given(value: _T | None, default: _T) -> _T:
     return default if value is None else value
 
 
-def _weights_mode(mode: str, expanded: int, available: int) -> WeightsMode:
+def _arithmetic(platform: Platform, fixed: bool) -> Arithmetic:
+    """How a platform computes.
+
+    Raises :class:`ConfigError` for a fixed order on a device without 64-bit floats.
+    """
+    wide = platform.quirks.float64
+    if fixed and not wide:
+        raise ConfigError(
+            f"batch_invariant needs 64-bit floats, which device {platform.name!r} has not; leave "
+            "it out, or use device 'cpu'"
+        )
+    return Arithmetic(FixedOrder() if fixed else FreeOrder(), graph=platform.graph, wide=wide)
+
+
+def _weights_mode(mode: str, expanded: int, available: int, *, planned: bool) -> WeightsMode:
+    """The mode in use; ``"auto"`` stays where a placement decides matrix by matrix."""
     if mode not in WEIGHTS_MODES:
         raise ConfigError(f"weights is {mode!r}; give one of {', '.join(WEIGHTS_MODES)}")
+    if mode == "auto" and planned:
+        return "auto"
     if mode == "packed":
         return "packed"
     if mode == "expanded" or expanded <= _EXPAND_BELOW * available:

@@ -53,6 +53,10 @@ class Settings:
     tokens that the caches can undo; at least ``nextn + 1`` in any case.
     ``confidence_temperatures`` (``DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE``, default 1.0): one
     divisor of the confidence logits, or one per draft, separated by commas.
+    ``simulate`` (``DEEPINFER_NEURON_SIMULATE``, default off): device ``neuron`` means the simulated
+    device, not a chip.
+    ``host_embed`` (``DEEPINFER_NEURON_HOST_EMBED``, default off): a device leaves the token
+    embedding in host memory; saves memory, and costs two more copies per pass.
     ``perf_cache_dir`` (``DEEPINFER_DECODE_PERF_CACHE_DIR``, default none) and ``perf_cache_ttl``
     (``DEEPINFER_DECODE_PERF_CACHE_TTL_SEC``, default 3600): where measured step times are kept, and
     for how many seconds.
@@ -73,6 +77,8 @@ class Settings:
     mtp_varlen: bool = False
     backtracking_tokens: int = 0
     confidence_temperatures: tuple[float, ...] = (1.0,)
+    simulate: bool = False
+    host_embed: bool = False
     perf_cache_dir: str = ""
     perf_cache_ttl: int = 3600
 
@@ -102,6 +108,8 @@ class Settings:
             confidence_temperatures=_temperatures(
                 environ, "DEEPINFER_DFLASH_CONFIDENCE_HEAD_TEMPERATURE"
             ),
+            simulate=_flag(environ, "DEEPINFER_NEURON_SIMULATE"),
+            host_embed=_flag(environ, "DEEPINFER_NEURON_HOST_EMBED"),
             perf_cache_dir=environ.get("DEEPINFER_DECODE_PERF_CACHE_DIR", ""),
             perf_cache_ttl=_count(environ, "DEEPINFER_DECODE_PERF_CACHE_TTL_SEC", "3600"),
         )

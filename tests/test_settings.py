@@ -155,3 +155,9 @@ def test_settings_cannot_be_changed() -> None:
     settings = Settings()
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.weights = "packed"  # type: ignore[misc]
+
+
+def test_the_simulated_device_is_switched_on_by_the_environment() -> None:
+    assert not Settings.from_env({}).simulate
+    assert Settings.from_env({"DEEPINFER_NEURON_SIMULATE": "1"}).simulate
+    assert not Settings.from_env({"DEEPINFER_NEURON_SIMULATE": "0"}).simulate

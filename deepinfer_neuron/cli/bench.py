@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import random
-import statistics
 import sys
-from typing import TYPE_CHECKING
 
 from deepinfer_neuron.cli.command import Command
-from deepinfer_neuron.cli.output import console, print_json
-from deepinfer_neuron.errors import RequestError
-from deepinfer_neuron.settings import WEIGHTS_MODES
-
-if TYPE_CHECKING:
-    from deepinfer_neuron.engine.inputs import Prompt
-    from deepinfer_neuron.engine.outputs import EngineStats, RequestOutput
-
-_LABEL_WIDTH = 26
+from deepinfer_neuron.cli.engine_options import (
+    add_engine_options,
+    engine_arguments,
+    is_simulated,
+)
+from deepinfer_neuron.cli.output import print_json
+from deepinfer_neuron.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the benchmark."""
+    add_engine_options(parser)
     parser.add_argument(
-        "--model", metavar="DIR", help="checkpoint directory (default: the demo model)"
-    )
-    parser.add_argument(
-        "--input-len",
-        type=int,
-        default=512,
-        metavar="N",
+        "--input-len", type=int, default=512, metavar="N",
         help="prompt tokens (default %(default)s)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--output-len", type=int, default=128, metavar="N",
         help="tokens to generate per prompt (default %(default)s)",
@@ -41,16 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompts that run together (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--nextn", type=int, metavar="N",
-        help="drafts per step, 0 for none (default: block length of the checkpoint)",
-    )  # fmt: skip
+        "--max-num-batched-tokens", type=int, metavar="N", help="rows of a step (default: 512)"
+    )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="default %(default)s"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the prompts")
     parser.add_argument(
-        "--weights", choices=WEIGHTS_MODES, default="auto",
-        help="how quantized weights are held in memory (default %(default)s)",
+        "--cores", type=int, metavar="N",
+        help="with --simulate: Trainium cores that the predicted times are for (default 1)",
     )  # fmt: skip
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else"
@@ -59,84 +48,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark and print its report."""
-    for name in ("input_len", "output_len", "batch"):
-        if getattr(args, name) < 1:
-            option = f"--{name.replace('_', '-')}"
-            raise RequestError(f"{option} is {getattr(args, name)}; give a number of at least 1")
+    shared = engine_arguments(args)
+    if args.cores is not None and not is_simulated(args):
+        raise ConfigError(
+            "--cores belongs to the predicted times of a simulated run; add --simulate, or use "
+            "'inspect --plan'"
+        )
+    from deepinfer_neuron.cli.benchmark import Workload, measure
+    from deepinfer_neuron.engine.config import check_integer
+    from deepinfer_neuron.engine.layout import MOST_CORES
     from deepinfer_neuron.llm import LLM
-    from deepinfer_neuron.sampling.params import SamplingParams
 
-    params = SamplingParams(
-        temperature=args.temperature, max_tokens=args.output_len, ignore_eos=True, seed=args.seed
-    )
+    cores = 1 if args.cores is None else check_integer("--cores", args.cores, 1, MOST_CORES)
+    workload = Workload(args.input_len, args.output_len, args.batch, args.temperature, args.seed)
+    watched = sys.stderr.isatty() and not args.json
     with LLM(
         args.model,
-        nextn=args.nextn,
+        **shared,
         max_num_seqs=args.batch,
+        max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=args.input_len + args.output_len,
         enable_prefix_caching=False,
-        weights=args.weights,
-        progress=sys.stderr.isatty() and not args.json,
+        progress=watched,
     ) as llm:
-        rng = random.Random(args.seed)
-        vocabulary = llm.checkpoint.config.vocab_size
-        prompts: list[Prompt] = [
-            {"prompt_token_ids": [rng.randrange(3, vocabulary) for _ in range(args.input_len)]}
-            for _ in range(args.batch)
-        ]
-        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty() and not args.json)
-        record = _record(args, llm.config.nextn, outputs, llm.stats())
+        found = measure(llm, workload, cores=cores, use_tqdm=watched)
     if args.json:
-        print_json(record)
+        print_json(found.record())
     else:
-        _show(record)
+        found.show()
     return 0
-
-
-def _record(
-    args: argparse.Namespace, nextn: int, outputs: list[RequestOutput], stats: EngineStats
-) -> dict[str, object]:
-    """Everything measured; times in milliseconds, medians over the requests."""
-    starts = [output.metrics.arrival_time for output in outputs]
-    ends = [output.metrics.finish_time for output in outputs]
-    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    steps = max(stats.steps, 1)
-    return {
-        "input_len": args.input_len,
-        "output_len": args.output_len,
-        "batch": args.batch,
-        "nextn": nextn,
-        "ttft_ms": _median([output.metrics.ttft for output in outputs]),
-        "tpot_ms": _median([output.metrics.tpot for output in outputs]),
-        "tokens_per_second": tokens / max(max(ends) - min(starts), 1e-9),
-        "steps": stats.steps,
-        "step_ms": 1e3 * stats.step_seconds / steps,
-        "forward_ms": 1e3 * stats.forward_seconds / steps,
-        "verify_ms": 1e3 * stats.sample_seconds / steps,
-        "draft_ms": 1e3 * stats.draft_seconds / steps,
-        "tokens_per_decode_step": stats.decode.tokens_per_step,
-        "acceptance_by_position": stats.decode.acceptance,
-        "confidence_by_position": stats.decode.mean_confidence,
-    }
-
-
-def _median(seconds: list[float | None]) -> float | None:
-    known = [1e3 * value for value in seconds if value is not None]
-    return statistics.median(known) if known else None
-
-
-def _show(record: dict[str, object]) -> None:
-    out = console()
-    for name, value in record.items():
-        out.print(f"{name.replace('_', ' '):<{_LABEL_WIDTH}}{_text(value)}", soft_wrap=True)
-
-
-def _text(value: object) -> str:
-    if isinstance(value, list):
-        return " ".join(f"{item:.3f}" for item in value) or "-"
-    if isinstance(value, float):
-        return f"{value:.2f}"
-    return "-" if value is None else str(value)
 
 
 COMMAND = Command("bench", "measure speed with random prompts", add_arguments, run)

@@ -7,9 +7,13 @@ import dataclasses
 import os
 import platform
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from deepinfer_neuron.cli.command import Command
 from deepinfer_neuron.cli.output import console, format_bytes, print_json
+
+if TYPE_CHECKING:
+    from deepinfer_neuron.platform.neuron_parts import NeuronParts
 
 # DeepSeek-V4.1-Flash as released: all tensors, less the two n-gram tables (384,006,168 and
 # 384,016,682 rows of 256 code bytes and 8 scale bytes), whose rows are read from the files.
@@ -45,18 +49,26 @@ class Report:
     verdicts: tuple[Verdict, ...]
 
 
-def judge(available: int, torch_neuronx: str | None, devices: tuple[str, ...]) -> list[Verdict]:
+def judge(available: int, parts: NeuronParts) -> list[Verdict]:
     """What runs on a machine with ``available`` bytes of free memory and these Neuron parts."""
     flash = f"needs about {format_bytes(_FLASH_RESIDENT_BYTES)}"
-    parts = [
-        "torch_neuronx is installed" if torch_neuronx else "torch_neuronx is not installed",
-        f"{len(devices)} Neuron device(s) found" if devices else "no /dev/neuron* found",
-    ]
+    findings = parts.findings()
+    missing = [finding.what for finding in findings if not finding.ok]
+    neuron = (
+        f"not as it must be: {', '.join(missing)}"
+        if missing
+        else "every part is here; this version has not been measured on the hardware"
+    )
+    simulated = (
+        "torch_neuronx is installed, and torch knows one such device"
+        if parts.package
+        else "rules and counts of the Neuron device, computed on the host"
+    )
     return [
         Verdict("device cpu", True, "always available"),
-        Verdict(
-            "device neuron", False, f"this version runs on the CPU only; {' and '.join(parts)}"
-        ),
+        Verdict("device neuron", not missing, neuron),
+        *(Verdict(finding.what, finding.ok, finding.why) for finding in findings),
+        Verdict("device neuron, simulated", parts.package is None, simulated),
         Verdict(
             "DeepSeek-V4.1-Flash, packed weights",
             available >= _FLASH_RESIDENT_BYTES,
@@ -72,12 +84,12 @@ def examine() -> Report:
 
     from deepinfer_neuron.cli import probe
     from deepinfer_neuron.platform import get_platform
+    from deepinfer_neuron.platform.neuron_parts import find_parts
 
     cpu = probe.read_cpu()
     memory = get_platform("cpu")
     available = memory.available_memory_bytes()
-    torch_neuronx = probe.package_version("torch_neuronx", "torch-neuronx")
-    devices = probe.neuron_devices()
+    parts = find_parts(os.environ)
     return Report(
         python=platform.python_version(),
         system=platform.platform(),
@@ -88,11 +100,11 @@ def examine() -> Report:
         threads=torch.get_num_threads(),
         memory_total=memory.total_memory_bytes(),
         memory_available=available,
-        torch_neuronx=torch_neuronx,
-        neuron_devices=devices,
+        torch_neuronx=parts.package,
+        neuron_devices=parts.devices,
         bf16_matmul_gflops=round(probe.matmul_gflops(), 2),
         copy_gbytes_per_second=round(probe.copy_gbytes_per_second(), 2),
-        verdicts=tuple(judge(available, torch_neuronx, devices)),
+        verdicts=tuple(judge(available, parts)),
     )
 
 

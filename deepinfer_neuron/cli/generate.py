@@ -10,14 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepinfer_neuron.cli.command import Command
+from deepinfer_neuron.cli.engine_options import (
+    add_engine_options,
+    add_limit_options,
+    engine_arguments,
+    limit_arguments,
+)
 from deepinfer_neuron.cli.output import console, print_json, printable
 from deepinfer_neuron.errors import RequestError
-from deepinfer_neuron.settings import WEIGHTS_MODES
 
 if TYPE_CHECKING:
     from deepinfer_neuron.llm import RequestOutput
 
 _LABEL_WIDTH = 11
+_MOST_TOGETHER = 32
+"""Prompts that run together unless told otherwise, as in the engine."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,8 @@ def collect_prompts(prompts: Sequence[str], prompt_file: str | None) -> list[str
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", metavar="DIR", help="checkpoint directory (default: the demo model)"
-    )
+    add_engine_options(parser)
+    add_limit_options(parser)
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt (repeatable)"
     )
@@ -93,30 +99,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, metavar="S", help="seed of the random choices")
     parser.add_argument(
-        "--weights",
-        choices=WEIGHTS_MODES,
-        default="auto",
-        help="how quantized weights are held in memory (default %(default)s)",
-    )
-    parser.add_argument(
-        "--nextn",
-        type=int,
-        metavar="N",
-        help="drafts per step, 0 for none (default: block length of the checkpoint)",
-    )
-    parser.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="longest prompt plus output in tokens (default: as the checkpoint allows)",
-    )
-    parser.add_argument(
         "--json", action="store_true", help="print one JSON object per prompt and nothing else"
     )
 
 
 def _run(args: argparse.Namespace) -> int:
     prompts = collect_prompts(args.prompt, args.prompt_file)
+    limits = limit_arguments(args)
+    if limits["max_num_seqs"] is None:
+        # No more than can run together: a device compiles graphs for every number of sequences.
+        rows = limits["max_num_batched_tokens"] or _MOST_TOGETHER
+        limits["max_num_seqs"] = max(1, min(len(prompts), _MOST_TOGETHER, rows))
+    shared = engine_arguments(args)
     from deepinfer_neuron.llm import LLM
     from deepinfer_neuron.sampling.params import SamplingParams
 
@@ -124,13 +118,7 @@ def _run(args: argparse.Namespace) -> int:
         temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed
     )
     use_tqdm = sys.stderr.isatty() and not args.json
-    llm = LLM(
-        args.model,
-        max_model_len=args.max_model_len,
-        nextn=args.nextn,
-        weights=args.weights,
-        progress=use_tqdm,
-    )
+    llm = LLM(args.model, **shared, **limits, progress=use_tqdm)
     for output in llm.generate(prompts, params, use_tqdm=use_tqdm):
         if args.json:
             print_json(_record(output))
@@ -142,6 +130,7 @@ def _run(args: argparse.Namespace) -> int:
 def _record(output: RequestOutput) -> dict[str, object]:
     """``output`` as the object of one JSON line."""
     completion, speed = output.outputs[0], measure(output)
+    failed = {"error": completion.stop_reason} if completion.finish_reason == "error" else {}
     return {
         "prompt": output.prompt,
         "prompt_token_ids": list(output.prompt_token_ids),
@@ -152,17 +141,21 @@ def _record(output: RequestOutput) -> dict[str, object]:
         "tpot_ms": speed.tpot_ms,
         "tokens_per_second": speed.tokens_per_second,
         "tokens_per_decode_step": output.metrics.decode.tokens_per_step,
+        **failed,
     }
 
 
 def _show(output: RequestOutput) -> None:
     """Print ``output`` for a person, followed by an empty line."""
     completion, speed = output.outputs[0], measure(output)
+    finish = f"{completion.finish_reason}, {len(completion.token_ids)} tokens"
+    if completion.finish_reason == "error":
+        finish += f": {completion.stop_reason}"
     lines = {
         "prompt": output.prompt or "",
         "text": completion.text,
         "token ids": " ".join(str(token) for token in completion.token_ids),
-        "finish": f"{completion.finish_reason}, {len(completion.token_ids)} tokens",
+        "finish": finish,
         "speed": f"TTFT {_number(speed.ttft_ms)} ms, TPOT {_number(speed.tpot_ms)} ms, "
         f"{_number(speed.tokens_per_second)} tokens/s",
         "drafts": f"{output.metrics.decode.tokens_per_step:.2f} tokens per decode step",

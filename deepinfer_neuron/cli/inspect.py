@@ -12,6 +12,7 @@ from rich.table import Table
 
 from deepinfer_neuron.cli.command import Command
 from deepinfer_neuron.cli.output import console, format_bytes, print_json
+from deepinfer_neuron.cli.plan import PLAN_HELP, run_plan
 
 if TYPE_CHECKING:
     from deepinfer_neuron.checkpoint.config import LayerSpec, ModelConfig
@@ -56,9 +57,12 @@ def examine(directory: Path) -> Inspection:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="checkpoint directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--plan", metavar="KEY=VALUE,...", help=PLAN_HELP)
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.plan is not None:
+        return run_plan(Path(args.directory), args.plan, as_json=args.json)
     found = examine(Path(args.directory))
     if args.json:
         print_json(_record(found))

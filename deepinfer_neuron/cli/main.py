@@ -1,7 +1,7 @@
 """Entry point of ``deepinfer-neuron``: parses the command, runs it, turns errors into exit codes.
 
-Exit codes: 0 success, 1 unexpected error, 2 wrong usage or an error that the user can mend,
-130 interrupted, 141 the reader of the output went away.
+Exit codes: 0 success, 1 unexpected error or a plan that does not fit, 2 wrong usage or an error
+that the user can mend, 130 interrupted, 141 the reader of the output went away.
 """
 
 from __future__ import annotations
@@ -10,13 +10,22 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from deepinfer_neuron import __version__
-from deepinfer_neuron.cli import bench, doctor, generate, inspect, tiny
+from deepinfer_neuron.cli import bench, compile, doctor, generate, inspect, tiny
+from deepinfer_neuron.cli.log import brief_log
 from deepinfer_neuron.errors import DeepInferNeuronError
 
-COMMANDS = (generate.COMMAND, bench.COMMAND, tiny.COMMAND, inspect.COMMAND, doctor.COMMAND)
+COMMANDS = (
+    generate.COMMAND,
+    bench.COMMAND,
+    compile.COMMAND,
+    tiny.COMMAND,
+    inspect.COMMAND,
+    doctor.COMMAND,
+)
 
 EXIT_UNEXPECTED = 1
 EXIT_ERROR = 2
@@ -60,8 +69,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises ``SystemExit`` for ``--help``, ``--version`` and wrong usage, as argparse does.
     """
     args = build_parser().parse_args(argv)
+    return guarded(lambda: args.command.run(args), debug="debug" in args)
+
+
+def guarded(run: Callable[[], int], *, debug: bool | None = None) -> int:
+    """Call ``run`` and return its exit code; what it raises becomes one line and a code.
+
+    Args:
+        run: the work.
+        debug: show the traceback too; ``None`` where the user cannot ask for it.
+    """
     try:
-        code: int = args.command.run(args)
+        with nullcontext() if debug else brief_log():
+            code = run()
         sys.stdout.flush()
     except BrokenPipeError:
         _discard_stdout()
@@ -70,12 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except DeepInferNeuronError as error:
-        _report(f"error: {error}", debug="debug" in args)
+        _report(f"error: {error}", debug=bool(debug))
         return EXIT_ERROR
     except Exception as error:
         text = " ".join(str(error).split()) or "no message"
-        hint = "" if "debug" in args else "; run again with --debug for the traceback"
-        _report(f"error: unexpected {type(error).__name__}: {text}{hint}", debug="debug" in args)
+        hint = "; run again with --debug for the traceback" if debug is False else ""
+        _report(f"error: unexpected {type(error).__name__}: {text}{hint}", debug=bool(debug))
         return EXIT_UNEXPECTED
     return code
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import platform
 import time
 from collections.abc import Callable
@@ -57,22 +55,6 @@ def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Cpu:
         model=entries.get("model name") or platform.machine(),
         features=tuple(sorted(_FEATURES.intersection(flags.split()))),
     )
-
-
-def package_version(module: str, distribution: str) -> str | None:
-    """Version of an installed package, without importing it; ``None`` if it is not installed."""
-    if importlib.util.find_spec(module) is None:
-        return None
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def neuron_devices(directory: Path = Path("/dev")) -> tuple[str, ...]:
-    """Paths of the Neuron driver's device files, by number."""
-    found = [path for path in directory.glob("neuron*") if path.name[len("neuron") :].isdigit()]
-    return tuple(str(path) for path in sorted(found, key=lambda path: int(path.name[6:])))
 
 
 def matmul_gflops() -> float:

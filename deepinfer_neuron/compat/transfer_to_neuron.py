@@ -80,7 +80,8 @@ def find_target() -> Target:
         importlib.import_module("torch_neuronx")
     with contextlib.suppress(Exception):
         module = getattr(torch, "neuron", None)
-        if module is not None and module.device_count() > 0 and torch.device("neuron"):
+        simulated = getattr(module, "simulated", False)
+        if module and not simulated and module.device_count() > 0 and torch.device("neuron"):
             return Target("neuron", module)
     return Target("cpu")
 

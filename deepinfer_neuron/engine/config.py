@@ -21,6 +21,38 @@ _PAGE_SHARE = 0.1
 
 
 @dataclass(frozen=True)
+class BucketOptions:
+    """What a device compiles graphs for; without meaning on a host that compiles none.
+
+    Attributes:
+        prefill_rows: rows of the smallest prompt pass; larger ones double up to
+            ``max_num_batched_tokens``.
+        context: tokens of the narrowest block table; wider ones double up to ``max_model_len``.
+        warm_up_seconds: no further pass is compiled before the first request after this time;
+            ``None`` for no limit, 0 for no warm-up.
+    """
+
+    prefill_rows: int = 128
+    context: int = 16384
+    warm_up_seconds: float | None = None
+
+    def checked(self) -> BucketOptions:
+        """These options.
+
+        Raises:
+            ConfigError: one of them is out of range.
+        """
+        check_integer("prefill_rows", self.prefill_rows, 1, 2**20)
+        check_integer("context", self.context, 1, 2**31 - 1)
+        seconds = self.warm_up_seconds
+        if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
+            raise ConfigError(
+                f"warm_up_seconds is {seconds!r}; give a number of seconds from 0 on, or None"
+            )
+        return self
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Checked limits of an engine.
 
@@ -34,6 +66,7 @@ class EngineConfig:
             prompt rows.
         asynchronous: plan a step while the one before runs.
         nextn: drafts per request and step, 0 for none.
+        buckets: sizes that a device compiles graphs for.
     """
 
     max_model_len: int
@@ -44,6 +77,7 @@ class EngineConfig:
     prefill_attempt_interval: int
     asynchronous: bool
     nextn: int
+    buckets: BucketOptions = BucketOptions()
 
 
 @dataclass(frozen=True)
@@ -58,6 +92,7 @@ class EngineOptions:
     prefill_attempt_interval: int = 1
     asynchronous: bool = True
     nextn: int | None = None
+    buckets: BucketOptions = BucketOptions()
 
     def resolve(self, config: ModelConfig, available_memory: int) -> EngineConfig:
         """Fill in what was left open.
@@ -85,6 +120,7 @@ class EngineOptions:
             ),
             asynchronous=self.asynchronous,
             nextn=nextn,
+            buckets=self.buckets.checked(),
         )
 
     def _sequences(self) -> int:

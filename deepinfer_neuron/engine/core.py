@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from deepinfer_neuron.engine.completion import Completion, token_logprobs
 from deepinfer_neuron.engine.outputs import (
     DecodeCounts,
+    DeviceStats,
     EngineStats,
     FinishReason,
     RequestMetrics,
@@ -257,6 +258,15 @@ class EngineCore:
             draft_seconds=self._times.draft,
             decode_rows=self._decode_rows,
             decode=self._decode.copy(),
+            device=self._device_stats(),
+        )
+
+    def _device_stats(self) -> DeviceStats | None:
+        work = self.executor.device_work()
+        if work is None:
+            return None
+        return DeviceStats(
+            work.graphs, work.late_graphs, work.launches, work.passes, work.uploads, work.downloads
         )
 
     def _data(self, new: NewRequest, max_length: int) -> SequenceData:

@@ -142,6 +142,23 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
+class DeviceStats:
+    """What a device with compiled regions was asked to do since the engine was made."""
+
+    graphs: int
+    """Graphs compiled: regions at their shapes."""
+    graphs_after_warm_up: int
+    """Graphs that were first needed after a complete warm-up; 0 is what a server wants."""
+    regions_launched: int
+    passes: int
+    """Passes of static shape over the backbone, warm-up included."""
+    uploads: int
+    """Copies to the device, one per pass."""
+    downloads: int
+    """Copies from the device."""
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Counters since the engine was made, and what it holds now."""
 
@@ -175,3 +192,5 @@ class EngineStats:
     """Rows of sequences that went on from their last token, drafts included."""
     decode: DecodeCounts = field(default_factory=DecodeCounts)
     """Decode steps and drafts of all requests."""
+    device: DeviceStats | None = None
+    """Work of a device that runs compiled regions; ``None`` on a host that runs none."""

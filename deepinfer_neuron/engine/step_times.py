@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from deepinfer_neuron.engine.budget import StepCurve
+from deepinfer_neuron.runner.executor import StepWorker
 from deepinfer_neuron.runner.pack import ChunkPlan
-from deepinfer_neuron.runner.worker import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def row_counts(most: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*counts, most)))
 
 
-def measure_curve(worker: Worker, rows: tuple[int, ...], num_sequences: int) -> StepCurve:
+def measure_curve(worker: StepWorker, rows: tuple[int, ...], num_sequences: int) -> StepCurve:
     """Time steps of different sizes. The caches are written; call it before any request.
 
     Args:
@@ -124,7 +124,7 @@ def measure_curve(worker: Worker, rows: tuple[int, ...], num_sequences: int) -> 
     return StepCurve(rows, tuple(times))
 
 
-def _plans(worker: Worker, rows: int, num_sequences: int) -> list[ChunkPlan]:
+def _plans(worker: StepWorker, rows: int, num_sequences: int) -> list[ChunkPlan]:
     """``rows`` rows of different tokens, spread over as many sequences as possible."""
     vocabulary = worker.config.vocab_size
     sequences = min(rows, num_sequences)

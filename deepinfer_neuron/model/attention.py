@@ -152,7 +152,7 @@ class Selector(nn.Module):
         scored = [i for i, chunk in enumerate(step.chunks) if chunk.entries(ratio) > topk]
         candidates: list[Tensor | None] = [None] * len(step.chunks)
         if scored:
-            query, weight = self._query(x, latent, turns)
+            query, weight = self.query(x, latent, turns)
         for i in scored:
             rows = slice(step.chunks[i].start, step.chunks[i].stop)
             scores = index_scores(
@@ -169,7 +169,8 @@ class Selector(nn.Module):
         if self.layer.is_candidate_source:
             published.candidates = tuple(candidates)
 
-    def _query(self, x: Tensor, latent: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+    def query(self, x: Tensor, latent: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantized index queries ``[n, H, Di]`` and head weights ``[n, H]``."""
         shape = (-1, self.config.index_n_heads, self.config.index_head_dim)
         query = rope(self.wq_b(latent).view(shape), turns, self.arithmetic)
         return q4_index(query, self.arithmetic), self.weights_proj(x)

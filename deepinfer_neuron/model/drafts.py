@@ -23,6 +23,7 @@ from deepinfer_neuron.model.step import DraftStep, WindowPlan
 from deepinfer_neuron.ops.attention import sink_attention
 from deepinfer_neuron.ops.draft_input import confidence
 from deepinfer_neuron.ops.gather import gather_rows
+from deepinfer_neuron.ops.graph_select import argmax
 from deepinfer_neuron.ops.hyper import collapse
 from deepinfer_neuron.ops.norm import rms_norm
 from deepinfer_neuron.ops.quant import q8
@@ -151,7 +152,7 @@ class DraftHeads(nn.Module):
             biased, trust = self.advance(
                 logits[:, place], places[:, place], previous, temperatures[place]
             )
-            previous = biased.argmax(-1)
+            previous = argmax(biased) if self.arithmetic.graph else biased.argmax(-1)
             tokens.append(previous)
             trusts.append(trust)
         return torch.stack(tokens, dim=1), torch.stack(trusts, dim=1)

@@ -102,7 +102,7 @@ class ExpertBank:
         self._name = name
         self._source = source
         self._known: dict[int, tuple[ExpertMatrix, ExpertMatrix, ExpertMatrix]] = {}
-        if source.expanded:
+        if source.expanded is True:
             for expert in range(count):
                 self.matrices(expert)
 
@@ -124,13 +124,26 @@ class WeightSource:
 
     Attributes:
         checkpoint: opened files.
-        expanded: decode quantized matrices to bf16 now; otherwise they stay memory-mapped.
+        expanded: decode quantized matrices to bf16 now; otherwise they stay memory-mapped. A set
+            of names decodes just those, and leaves plain matrices as they are.
         arithmetic: given to every module.
+        rank: of the expert-parallel ranks, this process's.
+        ranks: between which the routed experts of a static network are divided.
     """
 
     checkpoint: Checkpoint
-    expanded: bool
+    expanded: bool | frozenset[str]
     arithmetic: Arithmetic
+    rank: int = 0
+    ranks: int = 1
+
+    def held(self, experts: int) -> range:
+        """Which of so many routed experts of a block this rank holds."""
+        return range(experts * self.rank // self.ranks, experts * (self.rank + 1) // self.ranks)
+
+    def expands(self, name: str) -> bool:
+        """Whether the quantized matrix ``name`` is decoded now."""
+        return self.expanded if isinstance(self.expanded, bool) else name in self.expanded
 
     def plain(self, name: str) -> Tensor:
         """A tensor as stored (bf16 or fp32)."""
@@ -147,19 +160,20 @@ class WeightSource:
     def wide(self, name: str) -> WideLinear:
         """The bf16 matrix ``name.weight`` with fp32 results, widened once if expanded."""
         weight = self.plain(f"{name}.weight")
-        return WideLinear(weight.to(torch.float32) if self.expanded else weight, self.arithmetic)
+        widened = weight.to(torch.float32) if self.expanded is True else weight
+        return WideLinear(widened, self.arithmetic)
 
     def fp8(self, name: str) -> Linear:
         """The fp8 matrix ``name``."""
         codes, scale = self._packed(name)
-        if self.expanded:
+        if self.expands(name):
             return DenseLinear(dequantize_fp8(codes, scale), self.arithmetic)
         return Fp8Linear(codes, scale, self.arithmetic)
 
     def fp8_groups(self, name: str, groups: int) -> nn.ModuleList:
         """The fp8 matrix ``name`` cut into row groups of equal height."""
         codes, scale = self._packed(name)
-        if self.expanded:
+        if self.expands(name):
             weight = dequantize_fp8(codes, scale)
             return nn.ModuleList(DenseLinear(w, self.arithmetic) for w in weight.chunk(groups))
         parts = zip(codes.chunk(groups), scale.chunk(groups), strict=True)
@@ -168,11 +182,11 @@ class WeightSource:
     def expert(self, name: str) -> ExpertMatrix:
         """The fp4 matrix ``name``."""
         packed, scale = self._packed(name)
-        if self.expanded:
+        if self.expands(name):
             return ExpertMatrix(dequantize_fp4(packed, scale), None)
         return ExpertMatrix(packed, scale)
 
     def _packed(self, name: str) -> tuple[Tensor, Tensor]:
         """Codes and scales; read into memory that is freed again if they are decoded now."""
-        get = self.checkpoint.read if self.expanded else self.checkpoint.tensor
+        get = self.checkpoint.read if self.expands(name) else self.checkpoint.tensor
         return get(f"{name}.weight"), get(f"{name}.scale")

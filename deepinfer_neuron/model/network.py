@@ -22,6 +22,19 @@ from deepinfer_neuron.ops.norm import rms_norm
 from deepinfer_neuron.ops.rope import Yarn, rope_table
 
 
+def rotary_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
+    """Rotary tables fp32 ``[length, R]`` of the window-only and of the compressed layers."""
+    width, scaling = config.qk_rope_head_dim, config.rope_scaling
+    yarn = None
+    if scaling is not None:
+        yarn = Yarn(
+            scaling.factor, scaling.beta_fast, scaling.beta_slow,
+            scaling.original_max_position_embeddings,
+        )  # fmt: skip
+    base = rope_table(length, width, config.rope_theta, None)
+    return base, rope_table(length, width, config.compress_rope_theta, yarn)
+
+
 class TextNetwork(nn.Module):
     """Embedding, layers, final norm and head.
 
@@ -53,15 +66,7 @@ class TextNetwork(nn.Module):
         self.drafts: DraftBlocks | None = None
         if drafts and config.draft is not None:
             self.drafts = DraftBlocks(config, config.draft, source)
-        width, scaling = config.qk_rope_head_dim, config.rope_scaling
-        yarn = None
-        if scaling is not None:
-            yarn = Yarn(
-                scaling.factor, scaling.beta_fast, scaling.beta_slow,
-                scaling.original_max_position_embeddings,
-            )  # fmt: skip
-        base = rope_table(max_length, width, config.rope_theta, None)
-        compressed = rope_table(max_length, width, config.compress_rope_theta, yarn)
+        base, compressed = rotary_tables(config, max_length)
         self.base_table = nn.Buffer(base, persistent=False)
         self.compressed_table = nn.Buffer(compressed, persistent=False)
 

@@ -189,6 +189,17 @@ def pairwise_sum(x: Tensor) -> Tensor:
     return rows[0] + 0.0
 
 
+def square_root(x: Tensor) -> Tensor:
+    """Correctly rounded fp32 square root; torch's own may be off by the last bit."""
+    return x.to(torch.float64).sqrt().to(torch.float32)
+
+
+def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """``a * b + c`` of fp32 tensors with one rounding (their product is exact in fp64)."""
+    wide = torch.addcmul(c.to(torch.float64), a.to(torch.float64), b.to(torch.float64))
+    return wide.to(torch.float32)
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """How the engine computes.
@@ -197,15 +208,35 @@ class Arithmetic:
         order: who orders the reductions.
         rounding: ``False`` leaves out every bf16, fp8 and fp4 rounding (caches hold fp32 then);
             it exists to compare meaning without rounding noise and is no way to serve.
+        graph: use the forms of selections and number formats that a graph compiler takes; they are
+            bit-identical.
+        wide: 64-bit floats exist. Without them square roots and fused multiply-adds are plain
+            fp32 and may differ in the last bit.
     """
 
     order: Order
     rounding: bool = True
+    graph: bool = False
+    wide: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of activations between operators."""
         return torch.bfloat16 if self.rounding else torch.float32
+
+    @property
+    def elements_at_once(self) -> int:
+        """Bound of what is decoded or gathered at once: a few MiB stay in a core's cache; 2^25
+        elements are what a device's memory pool still finds in one piece."""
+        return 1 << 25 if self.graph else 1 << 20
+
+    def square_root(self, x: Tensor) -> Tensor:
+        """fp32 square root, correctly rounded where 64-bit arithmetic exists."""
+        return square_root(x) if self.wide else x.sqrt()
+
+    def fused(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        """fp32 ``a * b + c``, rounded once where 64-bit arithmetic exists."""
+        return fused_multiply_add(a, b, c) if self.wide else a * b + c
 
     def round(self, x: Tensor) -> Tensor:
         """fp32 to the activation dtype: one round-to-nearest-even, or nothing."""
@@ -215,6 +246,11 @@ class Arithmetic:
 def free_arithmetic() -> Arithmetic:
     """The default: torch's kernels, every rounding point."""
     return Arithmetic(FreeOrder())
+
+
+def graph_arithmetic() -> Arithmetic:
+    """Forms for graph compilers without 64-bit floats, reductions ordered by the compiler."""
+    return Arithmetic(FreeOrder(), graph=True, wide=False)
 
 
 def fixed_arithmetic() -> Arithmetic:

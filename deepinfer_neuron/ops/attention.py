@@ -11,7 +11,7 @@ from torch import Tensor
 from deepinfer_neuron.ops.arithmetic import Arithmetic
 
 _WORKSPACE_ELEMENTS = 1 << 20
-"""Gathered keys and logits alive at once: 4 MiB of fp32, which stays in cache."""
+"""Gathered keys and logits alive at once on a host: 4 MiB of fp32, which stays in cache."""
 
 
 def sink_attention(
@@ -44,7 +44,8 @@ def sink_attention(
         activation dtype ``[n, H, D]``.
     """
     width = near_index.shape[1] + far_index.shape[1]
-    step = max(1, _WORKSPACE_ELEMENTS // (width * max(query.shape[1], query.shape[2])))
+    workspace = arithmetic.elements_at_once if arithmetic.graph else _WORKSPACE_ELEMENTS
+    step = max(1, workspace // (width * max(query.shape[1], query.shape[2])))
     if query.shape[0] > step:
         parts = zip(query.split(step), near_index.split(step), far_index.split(step), strict=True)
         return torch.cat(

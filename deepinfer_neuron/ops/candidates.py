@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -61,8 +60,10 @@ def expand_candidates(compact: Tensor, blocks: Tensor, size: int) -> Tensor:
         int32 ``[n, t]``: ``block * size + compact % size``, or -1.
     """
     count = blocks.shape[1] * size
-    place = compact.clamp(0, max(0, count - 1))
-    # One column more, so that a list without blocks can be read.
-    block = F.pad(blocks, (0, 1), value=-1).gather(1, (place // size).to(torch.int64))
-    entry = block * size + place.remainder(size)
-    return entry.masked_fill_((compact < 0) | (compact >= count) | (block < 0), -1)
+    if count == 0:
+        return torch.full_like(compact, -1)
+    place = compact.clamp(0, count - 1)
+    number = place.div(size, rounding_mode="floor")
+    block = blocks.gather(1, number.to(torch.int64))
+    entry = (block - number).mul_(size).add_(place)
+    return entry.masked_fill_((place != compact) | (block < 0), -1)

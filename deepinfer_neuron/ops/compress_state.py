@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -40,6 +41,16 @@ class Chunk:
     entries: Tensor
     rows: Tensor | None
 
+    @cached_property
+    def new(self) -> Tensor:
+        """int32 ``[n]`` new tokens of each sequence."""
+        return self.starts.diff()
+
+    @cached_property
+    def old(self) -> Tensor:
+        """int32 ``[n]`` tokens of each sequence before them."""
+        return self.ends.diff() - self.new
+
 
 def pool_block(tokens: Sequence[Tensor]) -> Tensor:
     """Compress blocks of one or two tokens: fp32 ``[e, 2, D]`` per token to bf16 ``[e, D]``."""
@@ -61,22 +72,21 @@ def compress_chunk(score: Tensor, value: Tensor, ring: Tensor, chunk: Chunk, rat
     Returns:
         bf16 ``[C, D]``; entries that a sequence reserves but does not complete are zero.
     """
-    count = chunk.owner.shape[0]
+    owner, count = chunk.owner, chunk.owner.shape[0]
     out = torch.zeros(count, score.shape[1], dtype=torch.bfloat16, device=score.device)
-    owner = chunk.owner.to(torch.int64)
-    new = chunk.starts.diff()
-    old = chunk.ends.diff() - new
-    entry = torch.arange(count, device=score.device) - chunk.entries[owner]
-    last = torch.div(old + new, ratio, rounding_mode="floor")
-    first = torch.div(old, ratio, rounding_mode="floor")
-    complete = ((entry >= 0) & (entry < (last - first)[owner])).nonzero()[:, 0]
+    first = chunk.old.div(ratio, rounding_mode="floor")
+    number = (chunk.old + chunk.new).div(ratio, rounding_mode="floor") - first
+    entry = torch.arange(count, dtype=torch.int32, device=score.device) - chunk.entries[owner]
+    complete = ((entry >= 0) & (entry < number[owner])).nonzero()[:, 0]
+    step = torch.arange(ratio, dtype=torch.int32, device=score.device)
     for part in complete.split(max(1, _WORKSPACE_ELEMENTS // max(1, score.shape[1]))):
-        sequence = owner[part]
-        block = (first[sequence] + entry[part]) * ratio
-        tokens = [
-            _pairs(score, value, ring, chunk, sequence, block + step, old) for step in range(ratio)
-        ]
-        out[part] = pool_block(tokens)
+        # All tokens of all blocks in one gather.
+        sequence = owner.index_select(0, part)
+        block = first.index_select(0, sequence) + entry.index_select(0, part)
+        position = ((block * ratio)[:, None] + step).flatten()
+        pairs = _pairs(score, value, ring, chunk, sequence.repeat_interleave(ratio), position)
+        pooled = pool_block(pairs.unflatten(0, (-1, ratio)).unbind(1))
+        out.index_copy_(0, part, pooled)
     return out
 
 
@@ -87,17 +97,18 @@ def _pairs(
     chunk: Chunk,
     sequence: Tensor,
     position: Tensor,
-    old: Tensor,
 ) -> Tensor:
-    """(score, value) of positions of sequences: ``[e, 2, D]``."""
-    ahead = position - old[sequence]
-    row = (chunk.starts[sequence] + ahead).clamp(min=0)
+    """(score, value) of positions of sequences, int32 ``[e]`` each: ``[e, 2, D]``."""
+    ahead = position - chunk.old.index_select(0, sequence)
+    row = (chunk.starts.index_select(0, sequence) + ahead).clamp_(min=0)
     if chunk.rows is not None:
-        row = chunk.rows[row]
+        row = chunk.rows.index_select(0, row)
     pairs = torch.stack((score.index_select(0, row), value.index_select(0, row)), dim=1)
     past = (ahead < 0).nonzero()[:, 0]
-    slot = chunk.slots[sequence[past]].to(torch.int64)
-    pairs[past] = ring[slot, position[past].remainder(ring.shape[1]).to(torch.int64)]
+    if past.shape[0]:
+        slot = chunk.slots.index_select(0, sequence.index_select(0, past))
+        place = position.index_select(0, past).remainder(ring.shape[1])
+        pairs.index_copy_(0, past, ring[slot, place])
     return pairs
 
 
@@ -107,26 +118,16 @@ def remember_chunk(score: Tensor, value: Tensor, ring: Tensor, chunk: Chunk) -> 
     Arguments as in :func:`compress_chunk`.
     """
     size = ring.shape[1]
-    new = chunk.starts.diff().to(torch.int64)
-    kept = new.clamp(max=size)
+    kept = chunk.new.clamp(max=size)
     sequence = torch.repeat_interleave(kept)
-    step = torch.arange(sequence.shape[0], device=score.device)
-    step = step - (kept.cumsum(0) - kept)[sequence] + (new - kept)[sequence]
-    row = chunk.starts[sequence] + step
+    # A token's number among the kept ones gives that among all new ones, and its position.
+    behind = chunk.starts[1:] - kept.cumsum(0)
+    row = torch.arange(sequence.shape[0], device=score.device) + behind.index_select(0, sequence)
+    position = row + (chunk.old - chunk.starts[:-1]).index_select(0, sequence)
     if chunk.rows is not None:
-        row = chunk.rows[row]
-    position = (chunk.ends.diff() - new)[sequence] + step
-    write_pairs(
-        ring, chunk.slots[sequence].to(torch.int64), position.remainder(size), score, value, row
-    )
-
-
-def write_pairs(
-    ring: Tensor, slot: Tensor, place: Tensor, score: Tensor, value: Tensor, row: Tensor
-) -> None:
-    """``ring[slot, place] = (score[row], value[row])``; int64 ``[n]`` each, in place."""
-    ring[slot, place, 0] = score.index_select(0, row)
-    ring[slot, place, 1] = value.index_select(0, row)
+        row = chunk.rows.index_select(0, row)
+    pairs = torch.stack((score.index_select(0, row), value.index_select(0, row)), dim=1)
+    ring[chunk.slots.index_select(0, sequence), position.remainder(size)] = pairs
 
 
 def compress_step(
@@ -148,16 +149,11 @@ def compress_step(
     Returns:
         bf16 ``[n, D]``, zero in rows that complete no block.
     """
-    size, slot, length = ring.shape[1], slots.to(torch.int64), lengths.to(torch.int64)
-
-    def place(back: int) -> Tensor:
-        # As a 32-bit unsigned position, so that padding rows stay inside the ring.
-        return ((length - back) & 0xFFFFFFFF).remainder(size)
-
-    rows = torch.arange(length.shape[0], device=score.device)
-    write_pairs(ring, slot, place(1), score, value, rows)
+    back = torch.arange(ratio, 0, -1, device=score.device)
+    # As 32-bit unsigned positions, so that padding rows stay inside the ring.
+    places = ((lengths[:, None] - back) & 0xFFFFFFFF).remainder(ring.shape[1])
+    ring[slots, places[:, -1]] = torch.stack((score, value), dim=1)
     out = torch.zeros(score.shape, dtype=torch.bfloat16, device=score.device)
-    done = (length.remainder(ratio) == 0).nonzero()[:, 0]
-    tokens = [ring[slot[done], place(back)[done]] for back in range(ratio, 0, -1)]
-    out[done] = pool_block(tokens)
-    return out
+    done = (lengths.remainder(ratio) == 0).nonzero()[:, 0]
+    blocks = ring[slots.index_select(0, done)[:, None], places.index_select(0, done)]
+    return out.index_copy_(0, done, pool_block(blocks.unbind(1)))

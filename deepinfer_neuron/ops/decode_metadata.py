@@ -109,15 +109,15 @@ def copy_row_tables(out: Tensor, table: Tensor, offsets: Tensor, rows: PackedRow
     """
     if table.shape[0] == 0:
         return
-    first = offsets[:-1].index_select(0, rows.sequences)[:, None]
-    length = (offsets[1:] - offsets[:-1]).index_select(0, rows.sequences)[:, None]
-    length = length.where(rows.used[:, None], 0)
+    first = offsets.index_select(0, rows.sequences)
+    length = offsets.index_select(0, rows.sequences + 1) - first
+    first, length = first[:, None], length.where(rows.used, 0)[:, None]
     column = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
     # In pieces, so that the index matrices stay in cache.
     step = max(1, _WORKSPACE_ELEMENTS // max(1, out.shape[1]))
     parts = (x.split(step) for x in (out, first, length))
     for target, start, count in zip(*parts, strict=True):
         present = column < count
-        entry = (start + column).where(present, 0)
+        entry = (start + column).clamp_(0, table.shape[0] - 1)
         value = table.index_select(0, entry.flatten()).view_as(entry)
         target.copy_(value.where(present, target))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_neuron.ops.arithmetic import Arithmetic
-from deepinfer_neuron.ops.norm import inverse_rms, square_root
+from deepinfer_neuron.ops.norm import inverse_rms
 
 _SMALLEST_DOT = 1e-6
 
@@ -41,6 +41,6 @@ def engram_update(
     dot = arithmetic.order.sum(wide * weight * key)
     dot = dot * inverse_rms(wide, eps, arithmetic) * inverse_rms(key, eps, arithmetic)
     dot = dot * width**-0.5
-    root = square_root(dot.abs().clamp(min=floor))
+    root = arithmetic.square_root(dot.abs().clamp(min=floor))
     gate = arithmetic.order.sigmoid(torch.copysign(root, dot))
     return arithmetic.round(wide + gate[..., None] * value)

@@ -55,7 +55,7 @@ def mix_coefficients(
     projected = projected * inverse_rms(flat, norm_eps, arithmetic)[:, None]
     widths = (streams, streams, streams * streams)
     factor = torch.cat([part.expand(n) for part, n in zip(scale.split(1), widths, strict=True)])
-    z = fused_multiply_add(projected, factor, base)
+    z = arithmetic.fused(projected, factor, base)
     pre, post, comb = z.split(widths, dim=1)
     sigmoid = arithmetic.order.sigmoid
     return Mix(
@@ -81,13 +81,15 @@ def sinkhorn(x: Tensor, eps: float, iterations: int, arithmetic: Arithmetic) -> 
     return x
 
 
-def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """``a * b + c`` of fp32 tensors with one rounding (their product is exact in fp64)."""
-    return _fused(a.to(torch.float64), b.to(torch.float64), c)
+def _wide(x: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """A factor of :func:`_fused`, widened once for a whole loop."""
+    return x.to(torch.float64 if arithmetic.wide else torch.float32)
 
 
 def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """The same for ``a`` and ``b`` that are fp64 already, so that a loop widens them once."""
+    """fp32 ``a * b + c``, rounded once if ``a`` and ``b`` are fp64."""
+    if a.dtype == torch.float32:
+        return a * b + c
     return torch.addcmul(c.to(torch.float64), a, b).to(torch.float32)
 
 
@@ -96,7 +98,7 @@ def collapse(trunk: Tensor, pre: Tensor, arithmetic: Arithmetic) -> Tensor:
 
     Fused multiply-adds in fp32, stream 0 first, one rounding at the end.
     """
-    wide, weight = trunk.to(torch.float64), pre.to(torch.float64)
+    wide, weight = _wide(trunk, arithmetic), _wide(pre, arithmetic)
     total = (wide[:, 0] * weight[:, 0, None]).to(torch.float32)
     for stream in range(1, trunk.shape[1]):
         total = _fused(wide[:, stream], weight[:, stream, None], total)
@@ -128,7 +130,7 @@ def expand(out: Tensor, trunk: Tensor, mix: Mix, arithmetic: Arithmetic) -> Tens
     Returns:
         activation dtype ``[n, M, D]``.
     """
-    wide, comb = trunk.to(torch.float64), mix.comb.to(torch.float64)
+    wide, comb = _wide(trunk, arithmetic), _wide(mix.comb, arithmetic)
     total = mix.post[:, :, None] * out[:, None, :].to(torch.float32)
     for stream in range(trunk.shape[1]):
         total = _fused(wide[:, stream, None, :], comb[:, stream, :, None], total)

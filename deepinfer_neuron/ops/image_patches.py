@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer_neuron.ops.gather import gather_rows
+
+_WORKSPACE_ELEMENTS = 1 << 19
+"""Elements of patches made at once, so that intermediates stay in cache."""
 
 
 @dataclass(frozen=True)
@@ -37,42 +41,70 @@ def pixel_values(mean: float, std: float) -> Tensor:
     return (scaled / torch.full_like(value, std)).to(torch.bfloat16)
 
 
-def image_patches(images: RawImages, patch: Tensor, size: int, values: Tensor, pad: int) -> Tensor:
-    """Patches of padded images.
+def write_patches(out: Tensor, images: RawImages, size: int, values: Tensor, pad: int) -> None:
+    """Cut padded images into patches, in place.
 
     An image lies in its grid with ``round((grid - size) / 2)`` pixels before it, halves to even;
     around it is the byte ``pad``.
 
     Args:
-        images: the images; at least one.
-        patch: int64 ``[P]`` patch numbers: images in order, then rows, then columns.
+        out: ``[P, 3, size, size]``, dtype of ``values``: images in order, then rows, then columns.
+        images: the images.
         size: side of a patch in pixels.
         values: ``[256]`` value of every byte.
         pad: byte around the images.
+    """
+    if images.sizes.shape[0] == 0:
+        return
+    # With padding on both sides, every row of a patch that holds a pixel is a slice of the bytes.
+    framed = F.pad(images.raw, (3 * size, 3 * size), value=pad)
+    rows, table = framed.unfold(0, 3 * size, 1), _image_table(images, size)
+    ends = images.patch_starts[1:].to(torch.int64)
+    step = max(1, _WORKSPACE_ELEMENTS // (3 * size * size))
+    for start in range(0, out.shape[0], step):
+        part = out[start : start + step]
+        patch = torch.arange(start, start + part.shape[0], device=out.device)
+        image = torch.searchsorted(ends, patch, right=True).clamp_(max=ends.shape[0] - 1)
+        pixels = _patch_bytes(rows, table.index_select(0, image), patch, size, pad)
+        picked = values.index_select(0, pixels.flatten().to(torch.int32))
+        part.copy_(picked.view(-1, size, size, 3).permute(0, 3, 1, 2))
+
+
+def _image_table(images: RawImages, size: int) -> Tensor:
+    """int64 ``[n, 8]``: left and top margin, width, height, bytes per row of pixels, patches per
+    row, place of the first byte behind the padding, first patch."""
+    sizes, grids = images.sizes.to(torch.int64), images.grids.to(torch.int64)
+    margins = _half_to_even(grids * size - sizes)
+    first = (images.starts[:-1, None] + 3 * size, images.patch_starts[:-1, None])
+    return torch.cat((margins, sizes, 3 * sizes[:, :1], grids[:, :1].clamp(min=1), *first), 1)
+
+
+def _patch_bytes(rows: Tensor, table: Tensor, patch: Tensor, size: int, pad: int) -> Tensor:
+    """Bytes of patches, channel last.
+
+    Args:
+        rows: uint8 ``[bytes + 3 * size + 1, 3 * size]``, what begins ``3 * size`` before each byte.
+        table: int64 ``[P, 8]``, row of :func:`_image_table` of each patch.
+        patch: int64 ``[P]``, their numbers.
+        size: side of a patch.
+        pad: byte around the images.
 
     Returns:
-        ``[P, 3, size, size]`` in the dtype of ``values``.
+        uint8 ``[P, size, 3 * size]``.
     """
-    image = torch.searchsorted(images.patch_starts[1:].to(torch.int64), patch, right=True)
-    image = image.clamp(max=images.sizes.shape[0] - 1)
-    sizes, grids = images.sizes.to(torch.int64), images.grids.to(torch.int64)
-    margin = _half_to_even(grids * size - sizes)[image]
-    wide = grids[image, 0].clamp(min=1)
-    place = patch - images.patch_starts[image]
-    step = torch.arange(size, device=patch.device)
-    x = (place.remainder(wide) * size - margin[:, 0])[:, None] + step
-    y = (place.div(wide, rounding_mode="floor") * size - margin[:, 1])[:, None] + step
-    width, height = sizes[image, 0, None], sizes[image, 1, None]
-    inside = ((y >= 0) & (y < height))[:, :, None] & ((x >= 0) & (x < width))[:, None, :]
-    first = images.starts[image, None] + y * width * 3
-    at = (first[:, :, None] + x[:, None, :] * 3).masked_fill_(~inside, 0)
-    channel = torch.arange(3, device=patch.device)[:, None, None]
-    at, inside = at[:, None] + channel, inside[:, None].expand(-1, 3, -1, -1)
-    if images.raw.shape[0] < 3:
-        return values[pad].expand(at.shape).clone()
-    byte = images.raw.index_select(0, at.flatten()).view(at.shape)
-    byte = byte.masked_fill_(~inside, pad)
-    return values.index_select(0, byte.flatten().to(torch.int32)).view(at.shape)
+    margins, sizes, stride, across, byte, first = table.split((2, 2, 1, 1, 1, 1), 1)
+    place = patch[:, None] - first
+    patches = (place.remainder(across), place.div(across, rounding_mode="floor"))
+    corner = torch.cat(patches, 1) * size - margins
+    pixel = corner[:, :, None] + torch.arange(size, device=patch.device)
+    inside = (pixel >= 0) & (pixel < sizes[:, :, None])
+    at = byte + 3 * corner[:, :1] + pixel[:, 1] * stride
+    # The first row is all padding. Rows that lie outside altogether hold no pixel either.
+    at = at.clamp_(0, rows.shape[0] - 1).where(inside[:, 1], 0)
+    # Bits, because masked copies of bytes are several times slower.
+    kept = inside[:, :1].repeat_interleave(3, 2).to(torch.uint8) * 255
+    pixels = rows.index_select(0, at.flatten()).view(-1, size, 3 * size)
+    return pixels.bitwise_and_(kept).bitwise_or_((255 - kept) & pad)
 
 
 def _half_to_even(x: Tensor) -> Tensor:
@@ -136,15 +168,17 @@ def square_cells(grids: PatchGrids, image: Tensor, merged: Tensor) -> Tensor:
     Returns:
         int64 ``[N, ratio * ratio]``, -1 outside the image.
     """
-    width, height = grids.grids[image].unbind(1)
+    size = grids.grids.index_select(0, image)
+    width = size[:, :1]
     across = (width + (grids.ratio - 1)).div(grids.ratio, rounding_mode="floor").clamp(min=1)
-    place = merged - grids.merged_starts[image]
-    step = torch.arange(grids.ratio, device=image.device)
-    row = (place.div(across, rounding_mode="floor") * grids.ratio)[:, None] + step
-    column = (place.remainder(across) * grids.ratio)[:, None] + step
-    inside = (row < height[:, None])[:, :, None] & (column < width[:, None])[:, None, :]
-    cell = (grids.starts[image, None] + row * width[:, None])[:, :, None] + column[:, None, :]
-    return cell.masked_fill_(~inside, -1).flatten(1)
+    place = (merged - grids.merged_starts.index_select(0, image))[:, None]
+    corner = torch.cat((place.remainder(across), place.div(across, rounding_mode="floor")), 1)
+    patch = (corner * grids.ratio)[:, :, None] + torch.arange(grids.ratio, device=image.device)
+    column, row = patch.unbind(1)
+    across_inside, down_inside = (patch < size[:, :, None]).unbind(1)
+    inside = down_inside[:, :, None] & across_inside[:, None, :]
+    first = grids.starts.index_select(0, image)[:, None] + row * width
+    return (first[:, :, None] + column[:, None, :]).masked_fill_(~inside, -1).flatten(1)
 
 
 def concatenate_cells(features: Tensor, cells: Tensor) -> Tensor:
@@ -163,7 +197,8 @@ def pool_cells(features: Tensor, cells: Tensor) -> Tensor:
         ``[N, C]``, dtype of the features; zero without cells.
     """
     total = torch.zeros(cells.shape[0], features.shape[1], device=features.device)
-    for column in cells.unbind(1):
-        total += gather_rows(features, column)
+    # One gather, then additions in the order of the cells.
+    for cell in gather_rows(features, cells).unbind(1):
+        total += cell
     count = (cells >= 0).sum(1).clamp(min=1).to(torch.float32)
     return total.mul_(count.reciprocal()[:, None]).to(features.dtype)

@@ -27,32 +27,33 @@ def index_scores(
     ``(0 + 2) + (1 + 3)``, each sum rounded.
 
     Args:
-        query: ``q4_index`` values ``[n, H, D]``.
-        keys: ``q4_index`` values ``[m, D]``.
-        head_weight: activations ``[n, H]``.
+        query: ``q4_index`` values ``[..., n, H, D]``.
+        keys: ``q4_index`` values ``[..., m, D]``.
+        head_weight: activations ``[..., n, H]``.
         arithmetic: order and rounding.
 
     Returns:
-        fp32 ``[n, m]`` holding values of the activation dtype.
+        fp32 ``[..., n, m]`` holding values of the activation dtype.
     """
-    heads = query.shape[1]
-    step = max(1, _WORKSPACE_ELEMENTS // max(1, heads * keys.shape[0]))
-    if query.shape[0] > step:
-        parts = zip(query.split(step), head_weight.split(step), strict=True)
-        return torch.cat([index_scores(q, keys, w, arithmetic) for q, w in parts])
+    heads, per_row = query.shape[-2], math.prod(query.shape[:-3]) * query.shape[-2]
+    step = max(1, _WORKSPACE_ELEMENTS // max(1, per_row * keys.shape[-2]))
+    if query.shape[-3] > step:
+        parts = zip(query.split(step, dim=-3), head_weight.split(step, dim=-2), strict=True)
+        return torch.cat([index_scores(q, keys, w, arithmetic) for q, w in parts], dim=-2)
     missing = -heads % _LANES
-    dot = arithmetic.order.matmul(query.flatten(0, 1), keys).relu()
-    dot = arithmetic.round(dot).unflatten(0, (-1, heads))
+    dot = arithmetic.order.matmul(query.flatten(-3, -2), keys).relu()
+    dot = arithmetic.round(dot).unflatten(-2, (-1, heads))
     # A head of weight zero leaves its accumulator as it is.
     dot, head_weight = F.pad(dot, (0, 0, 0, missing)), F.pad(head_weight, (0, missing))
-    lanes = torch.zeros_like(dot[:, :_LANES])
+    lanes = torch.zeros_like(dot[..., :_LANES, :])
     for start in range(0, heads, _LANES):
         part = slice(start, start + _LANES)
-        product = dot[:, part].to(torch.float32) * head_weight[:, part, None].to(torch.float32)
+        weight = head_weight[..., part, None].to(torch.float32)
+        product = dot[..., part, :].to(torch.float32) * weight
         lanes = arithmetic.round(lanes.to(torch.float32) + product)
     wide = lanes.to(torch.float32)
-    pairs = arithmetic.round(wide[:, :2] + wide[:, 2:]).to(torch.float32)
-    return arithmetic.round(pairs[:, 0] + pairs[:, 1]).to(torch.float32)
+    pairs = arithmetic.round(wide[..., :2, :] + wide[..., 2:, :]).to(torch.float32)
+    return arithmetic.round(pairs[..., 0, :] + pairs[..., 1, :]).to(torch.float32)
 
 
 def top_entries(scores: Tensor, limit: int) -> Tensor:

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from deepinfer_neuron.checkpoint.formats import FP8_BLOCK, dequantize_fp4, dequantize_fp8
+from deepinfer_neuron.ops import graph_formats
 from deepinfer_neuron.ops.arithmetic import Arithmetic
-
-CHUNK_ELEMENTS = 1 << 20
-"""Weights decoded at once: two MiB of bf16, which stays in a core's cache."""
 
 
 def _chunks(rows: int, columns: int, elements: int) -> Iterator[slice]:
@@ -42,7 +40,7 @@ def fp8_linear(
     codes: Tensor,
     scale: Tensor,
     arithmetic: Arithmetic,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> Tensor:
     """``x @ w.T`` with an fp8 weight of 32 x 32 scale blocks.
 
@@ -51,7 +49,7 @@ def fp8_linear(
         codes: uint8 ``[N, K]``.
         scale: uint8 ``[ceil(N/32), ceil(K/32)]``.
         arithmetic: order and dtype.
-        chunk_elements: bound of the weights decoded at once.
+        chunk_elements: bound of the weights decoded at once, if not the arithmetic's.
 
     Returns:
         activation dtype ``[M, N]``: fp32 accumulation, one rounding.
@@ -59,10 +57,12 @@ def fp8_linear(
 
     def weight(part: slice) -> Tensor:
         blocks = slice(part.start // FP8_BLOCK, -(-part.stop // FP8_BLOCK))
-        return dequantize_fp8(codes[part], scale[blocks])
+        return decode(codes[part], scale[blocks])
 
+    decode = graph_formats.dequantize_fp8 if arithmetic.graph else dequantize_fp8
     rows, columns = codes.shape
-    return _chunked(x, rows, columns, chunk_elements, weight, arithmetic)
+    elements = chunk_elements or arithmetic.elements_at_once
+    return _chunked(x, rows, columns, elements, weight, arithmetic)
 
 
 def fp4_linear(
@@ -70,7 +70,7 @@ def fp4_linear(
     packed: Tensor,
     scale: Tensor,
     arithmetic: Arithmetic,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> Tensor:
     """``x @ w.T`` with a packed fp4 weight, one scale per row and 32 inputs.
 
@@ -79,17 +79,19 @@ def fp4_linear(
         packed: uint8 ``[N, K/2]``.
         scale: uint8 ``[N, K/32]``.
         arithmetic: order and dtype.
-        chunk_elements: bound of the weights decoded at once.
+        chunk_elements: bound of the weights decoded at once, if not the arithmetic's.
 
     Returns:
         activation dtype ``[M, N]``.
     """
 
     def weight(part: slice) -> Tensor:
-        return dequantize_fp4(packed[part], scale[part])
+        return decode(packed[part], scale[part])
 
+    decode = graph_formats.dequantize_fp4 if arithmetic.graph else dequantize_fp4
     rows, columns = packed.shape[0], 2 * packed.shape[1]
-    return _chunked(x, rows, columns, chunk_elements, weight, arithmetic)
+    elements = chunk_elements or arithmetic.elements_at_once
+    return _chunked(x, rows, columns, elements, weight, arithmetic)
 
 
 def linear(x: Tensor, weight: Tensor, arithmetic: Arithmetic) -> Tensor:
@@ -98,7 +100,7 @@ def linear(x: Tensor, weight: Tensor, arithmetic: Arithmetic) -> Tensor:
 
 
 def linear_fp32(
-    x: Tensor, weight: Tensor, arithmetic: Arithmetic, chunk_elements: int = CHUNK_ELEMENTS
+    x: Tensor, weight: Tensor, arithmetic: Arithmetic, chunk_elements: int | None = None
 ) -> Tensor:
     """``x @ weight.T`` without a final rounding: ``[M, K] x [N, K]`` to fp32 ``[M, N]``.
 
@@ -107,5 +109,5 @@ def linear_fp32(
     rows, columns = weight.shape
     if weight.dtype == torch.float32:
         return arithmetic.order.matmul(x, weight)
-    parts = _chunks(rows, columns, chunk_elements)
+    parts = _chunks(rows, columns, chunk_elements or arithmetic.elements_at_once)
     return torch.cat([arithmetic.order.matmul(x, weight[part]) for part in parts], dim=1)

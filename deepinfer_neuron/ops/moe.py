@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepinfer_neuron.ops import graph_select
 from deepinfer_neuron.ops.arithmetic import Arithmetic
 from deepinfer_neuron.ops.linear import linear_fp32
-from deepinfer_neuron.ops.norm import square_root
 from deepinfer_neuron.ops.quant import q8
 
 
@@ -34,9 +34,13 @@ def route(
         arithmetic: order of the reductions.
 
     Returns:
-        int64 experts ``[n, top_k]`` in descending rank, fp32 weights ``[n, top_k]``.
+        experts ``[n, top_k]`` in descending rank, int64 (int32 in graph form), and fp32 weights
+        ``[n, top_k]``.
     """
-    score = square_root(arithmetic.order.softplus(linear_fp32(y, weight, arithmetic)))
+    score = arithmetic.square_root(arithmetic.order.softplus(linear_fp32(y, weight, arithmetic)))
+    if arithmetic.graph:
+        chosen = graph_select.choose(score, bias, top_k)
+        return chosen, graph_select.shares(score, chosen, scaling)
     chosen = choose(score, bias, top_k)
     return chosen, shares(score, chosen, scaling)
 

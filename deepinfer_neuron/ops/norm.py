@@ -11,12 +11,7 @@ from deepinfer_neuron.ops.arithmetic import Arithmetic
 def inverse_rms(x: Tensor, eps: float, arithmetic: Arithmetic) -> Tensor:
     """``1 / sqrt(mean(x^2) + eps)`` along the last axis: fp32 ``[..., d]`` to fp32 ``[...]``."""
     mean_square = arithmetic.order.sum(x * x) / x.shape[-1]
-    return square_root(mean_square + eps).reciprocal()
-
-
-def square_root(x: Tensor) -> Tensor:
-    """Correctly rounded fp32 square root; torch's own may be off by the last bit."""
-    return x.to(torch.float64).sqrt().to(torch.float32)
+    return arithmetic.square_root(mean_square + eps).reciprocal()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, arithmetic: Arithmetic) -> Tensor:

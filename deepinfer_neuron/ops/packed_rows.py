@@ -38,12 +38,11 @@ def packed_rows(lengths: Tensor, ends: Tensor, total: int) -> PackedRows:
         total: number of rows, at least ``ends[-1]``.
     """
     row = torch.arange(total, dtype=torch.int32, device=lengths.device)
-    sequences = torch.searchsorted(ends, row, right=True)
-    inside = sequences < ends.shape[0]
-    sequences = sequences.clamp_max(ends.shape[0] - 1)
+    # Rows behind the last sequence count as its own here, and have too large a step.
+    sequences = torch.searchsorted(ends, row, right=True).clamp_max_(ends.shape[0] - 1)
     length = lengths.index_select(0, sequences)
-    steps = row - (ends.index_select(0, sequences) - length)
-    used = inside & (steps >= 0) & (steps < length)
+    steps = row - ends.index_select(0, sequences) + length
+    used = (steps >= 0) & (steps < length)
     return PackedRows(sequences, steps.where(used, 0), used)
 
 

@@ -26,6 +26,7 @@ from deepinfer_neuron.checkpoint.formats import (
     encode_e2m1,
     encode_e4m3,
 )
+from deepinfer_neuron.ops import graph_formats
 from deepinfer_neuron.ops.arithmetic import Arithmetic
 
 GROUP = 32
@@ -92,6 +93,8 @@ def q8(x: Tensor, arithmetic: Arithmetic) -> Tensor:
     """
     if not arithmetic.rounding:
         return x
+    if arithmetic.graph:
+        return graph_formats.q8(x)
     groups = x.to(torch.float32).unflatten(-1, (-1, GROUP))
     amax = groups.abs().amax(-1, keepdim=True)
     # Adding just under a quarter of a mantissa carries into the exponent iff f > 0.75.
@@ -134,7 +137,11 @@ def q4_index_values(packed: Tensor, scale: Tensor) -> Tensor:
 
 def q4_index(x: Tensor, arithmetic: Arithmetic) -> Tensor:
     """Round to what ``q4_index`` can hold, as values of the activation dtype."""
-    return q4_index_values(*q4_index_codes(x)) if arithmetic.rounding else x
+    if not arithmetic.rounding:
+        return x
+    if arithmetic.graph:
+        return graph_formats.q4_index(x)
+    return q4_index_values(*q4_index_codes(x))
 
 
 def q4_cache_codes(x: Tensor) -> tuple[Tensor, Tensor]:

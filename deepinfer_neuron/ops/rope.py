@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepinfer_neuron.ops import graph_math
 from deepinfer_neuron.ops.arithmetic import Arithmetic
 
 _TABLE_ROWS = 1 << 14
@@ -86,7 +87,8 @@ def rope(x: Tensor, turns: Tensor, arithmetic: Arithmetic, *, inverse: bool = Fa
     if inverse:
         sin = -sin
     pairs = x[..., -width:].to(torch.float32).unflatten(-1, (-1, 2))
-    turned = torch.stack(turn_pairs(pairs[..., 0], pairs[..., 1], cos, sin), dim=-1).flatten(-2)
+    turn = turn_pairs if arithmetic.wide else graph_math.turn_pairs
+    turned = torch.stack(turn(pairs[..., 0], pairs[..., 1], cos, sin), dim=-1).flatten(-2)
     return torch.cat((x[..., :-width], arithmetic.round(turned)), dim=-1)
 
 

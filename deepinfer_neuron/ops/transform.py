@@ -23,6 +23,8 @@ def rotate(x: Tensor, turns: Tensor, *, start: int, halves: bool, inverse: bool)
         bf16, same shape.
     """
     width = turns.shape[-1]
+    if not halves and start + width == x.shape[-1]:
+        return rope(x, turns, free_arithmetic(), inverse=inverse)
     part = x[..., start : start + width]
     if halves:
         part = part.unflatten(-1, (2, -1)).mT.flatten(-2)

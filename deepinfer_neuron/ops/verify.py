@@ -277,18 +277,18 @@ def emitted_stop(
     return accepted_counts(hits & emitted, first_rows, lengths) > 0
 
 
-def final_values(values: Tensor, first_rows: Tensor, counts: Tensor) -> Tensor:
-    """Entries of the final rows: ``[Q, ...]`` to ``[R, ...]``; ``counts`` are accepted drafts.
+def final_rows(first_rows: Tensor, counts: Tensor, total: int) -> Tensor:
+    """Final row of each request, int32 ``[R]``; ``counts`` are accepted drafts.
 
-    A request without rows gets an arbitrary entry.
+    A request without rows gets an arbitrary one of the ``total`` rows.
     """
-    return values.index_select(0, (first_rows + counts).clamp_max(values.shape[0] - 1))
+    return (first_rows + counts).clamp_max(total - 1)
 
 
 def accepted_values(values: Tensor, accept: Tensor, fill: float) -> Tensor:
     """Entries of the rows whose draft is emitted, ``fill`` elsewhere: ``[Q, ...]``."""
     mask = accept.view(-1, *[1] * (values.dim() - 1))
-    return values.where(mask, torch.full_like(values[:1], fill))
+    return values.where(mask, fill)
 
 
 def confidence_error(

@@ -12,7 +12,7 @@ from deepinfer_neuron.ops.verify import ROW_POSITION_STEP
 from deepinfer_neuron.runner.pack_drafts import DraftPlan
 from deepinfer_neuron.runner.sequence import SequenceData
 from deepinfer_neuron.runner.worker import Worker
-from deepinfer_neuron.sampling.drafts import Draft, legal_drafts
+from deepinfer_neuron.sampling.drafts import Draft
 from deepinfer_neuron.sampling.sampler import Sampler
 
 LOWEST_TEMPERATURE = 1e-5
@@ -32,7 +32,6 @@ class Drafter:
         worker: network and caches, with its draft blocks loaded.
         sampler: draws drafts of requests that are not greedy.
         temperatures: ``nextn`` divisors of the confidence logits.
-        source: replaces the drafts; the model's are computed all the same.
     """
 
     def __init__(
@@ -40,16 +39,14 @@ class Drafter:
         worker: Worker,
         sampler: Sampler,
         temperatures: Sequence[float],
-        source: DraftSource | None = None,
     ) -> None:
-        self.source = source
         self._worker = worker
         self._sampler = sampler
         bounded = [max(value, LOWEST_TEMPERATURE) for value in temperatures]
         self._temperatures = torch.tensor(bounded, dtype=torch.float32)
 
-    def propose(self, members: Sequence[tuple[int, SequenceData]]) -> None:
-        """Give every sequence its drafts.
+    def propose(self, members: Sequence[tuple[int, SequenceData]]) -> list[list[Draft]]:
+        """Drafts for every sequence.
 
         Args:
             members: slot and data of sequences whose last token the backbone has not seen and
@@ -63,15 +60,7 @@ class Drafter:
         data = [item for _, item in members]
         golden = torch.tensor([plan.golden for plan in plans])
         greedy = all(item.params.is_greedy for item in data)
-        drafts = self._greedy(hidden, golden) if greedy else self._chain(hidden, golden, data)
-        for item, proposed in zip(data, drafts, strict=True):
-            self._give(item, proposed[: item.room_for_drafts])
-
-    def _give(self, data: SequenceData, drafts: Sequence[Draft]) -> None:
-        if self.source is not None:
-            drafts = list(self.source(data, drafts))[: data.room_for_drafts]
-        drafts = drafts[: legal_drafts(data.state, drafts)]
-        data.propose(drafts, self._worker.compress([draft.token_id for draft in drafts]))
+        return self._greedy(hidden, golden) if greedy else self._chain(hidden, golden, data)
 
     @torch.inference_mode()
     def _greedy(self, hidden: Tensor, golden: Tensor) -> list[list[Draft]]:

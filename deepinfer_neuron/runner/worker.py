@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer_neuron.cache.pools import (
@@ -17,7 +15,6 @@ from deepinfer_neuron.cache.pools import (
     window_ring_length,
 )
 from deepinfer_neuron.checkpoint.config import ModelConfig
-from deepinfer_neuron.checkpoint.engram import IMAGE, EngramHasher
 from deepinfer_neuron.checkpoint.names import inventory
 from deepinfer_neuron.checkpoint.reader import Checkpoint
 from deepinfer_neuron.model.drafts import DraftHeads
@@ -25,11 +22,12 @@ from deepinfer_neuron.model.footprint import measure_parts, text_parts, total
 from deepinfer_neuron.model.matrix import WeightSource
 from deepinfer_neuron.model.network import TextNetwork
 from deepinfer_neuron.ops.arithmetic import Arithmetic
+from deepinfer_neuron.runner.hashes import TokenHashes
 from deepinfer_neuron.runner.pack import ChunkPlan, StepGeometry, pack, window_copy
 from deepinfer_neuron.runner.pack_drafts import DraftPlan, pack_drafts
 
 
-class Worker:
+class Worker(TokenHashes):
     """Owns the network and its caches on this process's device.
 
     Args:
@@ -53,6 +51,7 @@ class Worker:
         nextn: int = 0,
         backtracking: int = 0,
     ) -> None:
+        super().__init__(checkpoint)
         self.config = checkpoint.config
         self.nextn = nextn
         source = WeightSource(checkpoint, expanded, arithmetic)
@@ -60,7 +59,6 @@ class Worker:
         self.network = TextNetwork(
             self.config, source, max_length + nextn, progress, drafts=nextn > 0
         )
-        self.hasher = engram_hasher(checkpoint)
         self.geometry = step_geometry(self.config, max(backtracking, nextn + 1))
         self.caches: list[LayerCache] = []
 
@@ -76,25 +74,6 @@ class Worker:
             num_pages + 1, geometry.page_tail,
         )  # fmt: skip
         self.caches = self.network.allocate_caches(shape)
-
-    def compress(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
-        """Compressed ids of tokens, for the Engram hashes; zeros without Engram."""
-        if self.hasher is None:
-            return np.zeros(len(token_ids), dtype=np.int32)
-        return self.hasher.compress(np.asarray(token_ids, dtype=np.int64))
-
-    def engram_rows(self, histories: Sequence[tuple[NDArray[np.int32], int]]) -> NDArray[np.int64]:
-        """Table rows ``[layers, n, columns]`` of the new positions of several sequences.
-
-        Args:
-            histories: per sequence, all its compressed ids and its first new position.
-        """
-        if self.hasher is None:
-            count = sum(len(history) - start for history, start in histories)
-            return np.empty((0, count, 0), dtype=np.int64)
-        windows = [self.hasher.windows(history, start) for history, start in histories]
-        images = [history[start:] == IMAGE for history, start in histories]
-        return self.hasher.rows(np.concatenate(windows), np.concatenate(images))
 
     @torch.inference_mode()
     def run(self, plans: Sequence[ChunkPlan]) -> Tensor:
@@ -137,15 +116,6 @@ class Worker:
         places, sources = window_copy(slot, length, pages, self.geometry)
         for cache in self.caches:
             cache.window.write(places, cache.pages.records[sources])
-
-
-def engram_hasher(checkpoint: Checkpoint) -> EngramHasher | None:
-    """The hasher of a checkpoint with Engram, else ``None``."""
-    if checkpoint.config.engram is None:
-        return None
-    return EngramHasher.from_config(
-        checkpoint.config.engram, checkpoint.directory / "tokenizer.json"
-    )
 
 
 def step_geometry(config: ModelConfig, backtracking: int = 1) -> StepGeometry:

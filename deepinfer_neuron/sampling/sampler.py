@@ -161,6 +161,25 @@ class Sampler:
                     laws[row] = line
             return tokens, laws
 
+    def is_plain(self, state: SamplingState) -> bool:
+        """Whether the next tokens of a sequence are simply the largest logits, unreported."""
+        params = state.params
+        edited = state.bias is not None or state.counts is not None or state.matcher is not None
+        forced = state.num_output_tokens < len(params.golden_token_ids)
+        reported = params.logprobs is not None or self._sums or self._blacklist.numel() > 0
+        untouched = not (edited or forced or reported or state.excluded_tokens())
+        return params.is_greedy and untouched and state.failure is None
+
+    def take(self, state: SamplingState, token: int) -> TokenResult:
+        """Tell a plain sequence the token that was chosen elsewhere; negative for none."""
+        if token < 0:
+            state.failure = "invalid logits: the largest one is not finite"
+        else:
+            state.accept(token)
+        if state.failure is not None:
+            return TokenResult(0, failed=state.failure)
+        return TokenResult(token)
+
     def score_prompt(
         self, logits: Tensor, targets: Sequence[int], params: SamplingParams
     ) -> list[TokenResult]:

@@ -5,6 +5,7 @@ and run that:
 
     deepinfer-neuron tiny --out tiny --golden
     python examples/neuron/run_deepinfer_tiny.py --model tiny --nextn 5
+    python examples/neuron/run_deepinfer_tiny.py --model tiny --nextn 5 --simulate
 
 Prints how many of the golden tokens came out for a short and for a long prompt, and exits with 1 if
 any did not.
@@ -18,7 +19,8 @@ from pathlib import Path
 
 from deepinfer_neuron import LLM, SamplingParams
 from deepinfer_neuron.assets import model_or_demo
-from deepinfer_neuron.errors import DeepInferNeuronError
+from deepinfer_neuron.cli.engine_options import add_device_options, buckets_of, device_of
+from deepinfer_neuron.cli.main import guarded
 from deepinfer_neuron.reference import golden
 
 
@@ -28,20 +30,26 @@ def main() -> int:
         "--model", type=Path, metavar="DIR", help="checkpoint directory (default: the demo model)"
     )
     parser.add_argument("--nextn", type=int, metavar="N", help="drafts per step, 0 for none")
-    parser.add_argument("--device", default="cpu", help="default %(default)s")
+    add_device_options(parser)
     args = parser.parse_args()
-    try:
-        return run(args)
-    except DeepInferNeuronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return guarded(lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
     model = model_or_demo(args.model)
     prompts = golden.load(model)
     wrong = 0
-    with LLM(model, device=args.device, nextn=args.nextn, max_model_len=1024) as llm:
+    with LLM(
+        model,
+        device=device_of(args),
+        simulate=args.simulate or None,
+        compile=args.compile,
+        buckets=buckets_of(args),
+        nextn=args.nextn,
+        max_model_len=1024,
+        max_num_seqs=1,
+        max_num_batched_tokens=256,
+    ) as llm:
         for prompt in prompts:
             params = SamplingParams(
                 temperature=0.0, max_tokens=len(prompt.token_ids), ignore_eos=True

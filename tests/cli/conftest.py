@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import types
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ class FakeCompletion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
+    stop_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -56,21 +58,25 @@ class FakeEngine:
     error: BaseException | None = None
     metrics: FakeMetrics = field(default_factory=lambda: FakeMetrics(ttft=0.25, tpot=0.05))
     suffix: str = ""
-    loads: list[tuple[str, int | None, int | None, str]] = field(default_factory=list)
+    failure: str | None = None
+    loads: list[tuple[str, dict[str, object]]] = field(default_factory=list)
     params: list[FakeSamplingParams] = field(default_factory=list)
 
-    def load(
-        self,
-        model: str,
-        *,
-        max_model_len: int | None,
-        nextn: int | None,
-        weights: str,
-        progress: bool,
-    ) -> FakeEngine:
+    def load(self, model: str, **options: object) -> FakeEngine:
         """Stands for the ``LLM`` constructor."""
-        self.loads.append((model, max_model_len, nextn, weights))
+        self.loads.append((model, options))
         return self
+
+    def complete(self, prompt: str) -> FakeCompletion:
+        """A text, or a request that failed on its own."""
+        if self.failure is not None:
+            logger = logging.getLogger("deepinfer_neuron.engine.core")
+            try:
+                raise ValueError(self.failure)
+            except ValueError:
+                logger.exception("a step failed")
+            return FakeCompletion("", (), "error", self.failure)
+        return FakeCompletion(prompt.upper() + self.suffix, (7, 8, 9), "length")
 
     def generate(
         self, prompts: Sequence[str], params: FakeSamplingParams, *, use_tqdm: bool
@@ -83,7 +89,7 @@ class FakeEngine:
             FakeOutput(
                 prompt=prompt,
                 prompt_token_ids=tuple(range(len(prompt.split()))),
-                outputs=(FakeCompletion(prompt.upper() + self.suffix, (7, 8, 9), "length"),),
+                outputs=(self.complete(prompt),),
                 metrics=self.metrics,
             )
             for prompt in prompts

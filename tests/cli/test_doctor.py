@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 
 from deepinfer_neuron.cli import probe
-from deepinfer_neuron.cli.doctor import judge
+from deepinfer_neuron.cli.doctor import Verdict, judge
 from deepinfer_neuron.cli.main import main
+from deepinfer_neuron.platform.neuron_parts import NeuronParts
 
 GIB = 2**30
 
@@ -38,38 +40,49 @@ def test_a_processor_without_kernel_description_still_has_a_name(tmp_path: Path)
     assert cpu.features == ()
 
 
-def test_neuron_devices_are_listed_by_number(tmp_path: Path) -> None:
-    for name in ("neuron10", "neuron2", "neuron_helper", "null"):
-        (tmp_path / name).touch()
-    names = [Path(path).name for path in probe.neuron_devices(tmp_path)]
-    assert names == ["neuron2", "neuron10"]
+def _parts(**changes: Any) -> NeuronParts:
+    whole = NeuronParts(("/dev/neuron0",), "2.13.3.0", "2.13.0+cpu", "0", ())
+    return dataclasses.replace(whole, **changes)
 
 
-def test_package_versions_are_found_without_importing() -> None:
-    assert probe.package_version("psutil", "psutil") == psutil.__version__
-    assert probe.package_version("no_such_module", "no-such-module") is None
-    assert probe.package_version("json", "no-such-distribution") == "unknown"
+NO_PARTS = _parts(devices=(), package=None, cores=None)
+
+
+def _verdicts(parts: NeuronParts, available: int = 64 * GIB) -> dict[str, Verdict]:
+    return {verdict.what: verdict for verdict in judge(available, parts)}
 
 
 def test_the_released_model_needs_its_resident_bytes() -> None:
     # 510,286,023,000 bytes in all, of which 202,758,032,400 are n-gram tables left on disk.
     needed = 307_527_990_600
-    enough = {verdict.what: verdict.ok for verdict in judge(needed, None, ())}
-    short = {verdict.what: verdict.ok for verdict in judge(needed - 1, None, ())}
-    assert enough == {
+    what = "DeepSeek-V4.1-Flash, packed weights"
+    assert _verdicts(NO_PARTS, needed)[what].ok
+    assert not _verdicts(NO_PARTS, needed - 1)[what].ok
+
+
+def test_without_neuron_parts_the_simulated_device_remains() -> None:
+    verdicts = _verdicts(NO_PARTS)
+    assert {what: verdict.ok for what, verdict in verdicts.items()} == {
         "device cpu": True,
         "device neuron": False,
-        "DeepSeek-V4.1-Flash, packed weights": True,
+        "Neuron driver": False,
+        "TorchNeuron": False,
+        "TorchNeuron for this torch": False,
+        "Neuron cores": False,
+        "Neuron environment": True,
+        "device neuron, simulated": True,
+        "DeepSeek-V4.1-Flash, packed weights": False,
     }
-    assert short["DeepSeek-V4.1-Flash, packed weights"] is False
+    assert "Neuron driver, TorchNeuron" in verdicts["device neuron"].why
+    assert "install aws-neuronx-dkms" in verdicts["Neuron driver"].why
+    assert "AWS package index" in verdicts["TorchNeuron"].why
 
 
-def test_neuron_is_not_claimed_even_where_its_parts_are_present() -> None:
-    verdict = judge(64 * GIB, "2.14.3", ("/dev/neuron0",))[1]
-    assert not verdict.ok
-    assert verdict.why == (
-        "this version runs on the CPU only; torch_neuronx is installed and 1 Neuron device(s) found"
-    )
+def test_with_every_part_the_device_is_usable_and_not_called_measured() -> None:
+    verdicts = _verdicts(_parts())
+    assert verdicts["device neuron"].ok
+    assert "not been measured on the hardware" in verdicts["device neuron"].why
+    assert not verdicts["device neuron, simulated"].ok
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 
 from deepinfer_neuron.cli.generate import collect_prompts
 from deepinfer_neuron.cli.main import main
+from deepinfer_neuron.engine.config import BucketOptions
 from deepinfer_neuron.errors import RequestError
 
 
@@ -70,7 +71,21 @@ def test_json_output_is_one_object_per_prompt_and_nothing_else(
 
 def test_defaults_are_greedy(engine) -> None:
     assert main(["generate", "--model", "m", "--prompt", "p"]) == 0
-    assert engine.loads == [("m", None, None, "auto")]
+    ((model, options),) = engine.loads
+    assert model == "m"
+    assert options == {
+        "device": "cpu",
+        "simulate": None,
+        "compile": None,
+        "buckets": BucketOptions(),
+        "nextn": None,
+        "weights": None,
+        "max_model_len": None,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": None,
+        "num_blocks": None,
+        "progress": False,
+    }
     (params,) = engine.params
     assert (params.temperature, params.max_tokens, params.seed) == (0.0, 32, None)
 
@@ -78,10 +93,54 @@ def test_defaults_are_greedy(engine) -> None:
 def test_options_reach_the_engine(engine) -> None:
     options = ["--max-tokens", "5", "--temperature", "0.7", "--seed", "3"]
     options += ["--weights", "packed", "--max-model-len", "128", "--nextn", "3"]
+    options += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--num-blocks", "9"]
+    options += ["--simulate", "--compile", "regions", "--prefill-bucket", "16"]
+    options += ["--context-bucket", "256", "--warm-up-seconds", "2.5"]
     assert main(["generate", "--model", "m", "--prompt", "p", *options]) == 0
-    assert engine.loads == [("m", 128, 3, "packed")]
+    ((model, found),) = engine.loads
+    assert model == "m"
+    assert found == {
+        "device": "neuron",
+        "simulate": True,
+        "compile": "regions",
+        "buckets": BucketOptions(16, 256, 2.5),
+        "nextn": 3,
+        "weights": "packed",
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "num_blocks": 9,
+        "progress": False,
+    }
     (params,) = engine.params
     assert (params.temperature, params.max_tokens, params.seed) == (0.7, 5, 3)
+
+
+@pytest.mark.parametrize("json_output", [False, True])
+def test_a_failed_request_says_why_without_a_traceback(
+    json_output: bool, engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.failure = "no\nluck"
+    options = ["--json"] if json_output else []
+    assert main(["generate", "--model", "m", "--prompt", "p", *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "error: a step failed: ValueError: no luck\n"
+    if json_output:
+        assert json.loads(captured.out)["error"] == "no\nluck"
+    else:
+        assert "finish     error, 0 tokens: no" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("prompts", "rows", "together"), [(3, None, 3), (40, None, 32), (3, "2", 2), (1, "0", 1)]
+)
+def test_no_more_sequences_than_can_run_together(
+    prompts: int, rows: str | None, together: int, engine
+) -> None:
+    options = ["--prompt", "p"] * prompts
+    options += [] if rows is None else ["--max-num-batched-tokens", rows]
+    assert main(["generate", "--model", "m", *options]) == 0
+    assert engine.loads[0][1]["max_num_seqs"] == together
 
 
 def test_prompts_of_the_file_follow_those_given_directly(tmp_path: Path) -> None:

@@ -73,9 +73,7 @@ def wrong_tokens(found: Results, expected: Results) -> int:
 
 
 def propose_from(llm: LLM, source: Recorded) -> Recorded:
-    drafter = llm.engine.executor.drafter
-    assert drafter is not None
-    drafter.source = source
+    llm.engine.executor.source = source
     return source
 
 
@@ -382,9 +380,7 @@ def test_a_prefix_hit_drafts_like_a_computed_prefix(checkpoint_dir: CheckpointDi
         return drafts
 
     with engine(directory, 5, max_num_batched_tokens=128, max_num_seqs=2) as llm:
-        drafter = llm.engine.executor.drafter
-        assert drafter is not None
-        drafter.source = watch
+        llm.engine.executor.source = watch
         for _ in range(2):
             proposed.append([])
             run(llm, [tuple(prompt)], greedy(12))

@@ -12,12 +12,12 @@ from deepinfer_neuron.ops.arithmetic import (
     FixedOrder,
     fixed_arithmetic,
     free_arithmetic,
+    fused_multiply_add,
 )
 from deepinfer_neuron.ops.hyper import (
     Mix,
     collapse,
     expand,
-    fused_multiply_add,
     mix_coefficients,
     sinkhorn,
     stream_mean,

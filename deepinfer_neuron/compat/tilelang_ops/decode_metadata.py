@@ -148,11 +148,10 @@ def _check(layout: _Layout) -> None:
 def _write_rows(step: _Step, layout: _Layout, rows: PackedRows, positions: Tensor) -> None:
     placeholder = step.is_placeholder.index_select(0, rows.sequences)
     queries = rows.sequences.where(~placeholder, _PLACEHOLDER_QUERY)
-    balance = torch.full_like(placeholder, layout.force_load_balance)
     _write(step.positions, positions, rows)
     _write(step.valid_token_mask, ~placeholder, rows)
-    _write(step.gate_force_random, balance, rows)
-    _write(step.fix_routing_mask, torch.zeros_like(placeholder), rows)
+    step.gate_force_random.masked_fill_(rows.used, layout.force_load_balance)
+    step.fix_routing_mask.masked_fill_(rows.used, False)
     _write(step.context_lens, positions + 1, rows)
     _write(step.query_indices, queries.to(torch.int32), rows)
 

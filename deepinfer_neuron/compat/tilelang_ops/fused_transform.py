@@ -95,9 +95,9 @@ def _store(
 ) -> None:
     rows, where = stored_rows(slots, kv_cache.shape[0] * kv_cache.shape[1])
     if quantized is None:
-        write_rows(kv_cache, where, values[rows, 0])
+        write_rows(kv_cache, where, values[:, 0].index_select(0, rows))
     else:
-        codes, scale = (part[rows, 0] for part in quantized)
+        codes, scale = (part[:, 0].index_select(0, rows) for part in quantized)
         store_codes(kv_cache, where, codes, scale, interleaved=layout.token_interleaved)
 
 

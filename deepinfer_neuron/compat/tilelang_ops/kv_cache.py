@@ -33,7 +33,11 @@ def store_codes(
 ) -> None:
     """Write records to slots: uint8 codes ``[n, bytes]`` and scales ``[n, groups]``."""
     scale = scale.contiguous().view(torch.uint8)
-    sections = page_sections(cache_pages, codes.shape[1], scale.shape[1], interleaved=interleaved)
+    if interleaved:
+        record = torch.cat((codes, scale), 1)
+        write_rows(cache_pages[..., : record.shape[1]], slots, record)
+        return
+    sections = page_sections(cache_pages, codes.shape[1], scale.shape[1], interleaved=False)
     write_rows(sections[0], slots, codes)
     write_rows(sections[1], slots, scale)
 

@@ -22,7 +22,8 @@ _WORKSPACE_ELEMENTS = 1 << 19
 def normalized(z: Tensor, weight: Tensor, eps: float, out_scale: float = 1.0) -> Tensor:
     """Norm of bf16 or fp32 ``[..., N]``, rounded once, in the same dtype."""
     arithmetic = Arithmetic(FreeOrder(), rounding=z.dtype == torch.bfloat16)
-    return rms_norm(z, weight.to(torch.float32) * out_scale, eps, arithmetic)
+    scaled = weight if out_scale == 1.0 else weight.to(torch.float32) * out_scale
+    return rms_norm(z, scaled, eps, arithmetic)
 
 
 def write_scales(out: Tensor, scale: Tensor) -> None:

@@ -227,8 +227,9 @@ def finalize_verification_tl(
             values = (step.sampled_top_logprobs, step.verified_top_logprobs)
             ids = (step.sampled_top_token_ids, step.verified_top_token_ids)
             pairs += [(step.top_logprobs, *values, 0), (step.top_token_ids, *ids, 0)]
+        final = verify.final_rows(step.ftp, counts, step.effective_accept.shape[0])
         for rows, sampled, verified, fill in pairs:
-            sampled.copy_(verify.final_values(rows, step.ftp, counts))
+            sampled.copy_(rows.index_select(0, final))
             verified.copy_(verify.accepted_values(rows, step.effective_accept, fill))
 
     return kernel

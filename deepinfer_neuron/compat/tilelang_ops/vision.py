@@ -13,15 +13,15 @@ from deepinfer_neuron.ops.image_patches import (
     PatchGrids,
     RawImages,
     concatenate_cells,
-    image_patches,
     pixel_values,
     place_embeddings,
     pool_cells,
     square_cells,
+    write_patches,
 )
 
 _WORKSPACE_ELEMENTS = 1 << 19
-"""Elements of patches made at once, so that intermediates stay in cache."""
+"""Channels merged at once, so that intermediates stay in cache."""
 
 
 @cache
@@ -34,7 +34,8 @@ def rgb_pad_to_patches_tl(patch_size: int) -> Callable[..., None]:
     """
     if patch_size < 1:
         raise ConfigError(f"rgb_pad_to_patches: patch_size is {patch_size}, it must be positive")
-    step = max(1, _WORKSPACE_ELEMENTS // (3 * patch_size * patch_size))
+    # Callers give the same mean and deviation every time.
+    values_of = cache(pixel_values)
 
     def kernel(
         raw: Tensor,
@@ -48,13 +49,8 @@ def rgb_pad_to_patches_tl(patch_size: int) -> Callable[..., None]:
         out: Tensor,
     ) -> None:
         images = RawImages(raw, cu_raw_bytes, real_sizes, spatial_crop, cu_seqlens_vit)
-        values = pixel_values(mean, std).to(out.device)
-        if real_sizes.shape[0] == 0:
-            return
-        for start in range(0, out.shape[0], step):
-            patch = torch.arange(start, min(start + step, out.shape[0]), device=out.device)
-            patches = image_patches(images, patch, patch_size, values, int(pad_color))
-            out[start : start + step] = patches
+        values = values_of(mean, std).to(out.device)
+        write_patches(out, images, patch_size, values, int(pad_color))
 
     return kernel
 

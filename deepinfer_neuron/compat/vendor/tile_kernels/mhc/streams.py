@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from deepinfer_neuron.compat.vendor.operands import arithmetic, require, shape
-from deepinfer_neuron.ops.hyper import Mix, collapse, expand, fused_multiply_add, sinkhorn
-from deepinfer_neuron.ops.norm import square_root
+from deepinfer_neuron.ops.arithmetic import fused_multiply_add, square_root
+from deepinfer_neuron.ops.hyper import Mix, collapse, expand, sinkhorn
 
 
 def expand_to_mhc_fwd(x: Tensor, out: Tensor) -> None:
