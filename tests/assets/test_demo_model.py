@@ -74,6 +74,16 @@ def test_drafts_change_the_steps_and_not_the_text() -> None:
     assert texts[0].text.isascii()
 
 
+def test_a_step_planned_behind_accepted_last_drafts_is_empty_and_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLM(nextn=5, max_model_len=256, max_num_seqs=1, batch_invariant=True) as llm:
+        output = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
+    assert len(output.token_ids) == 8
+    assert not caplog.records
+
+
 def test_the_command_line_uses_it_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--prompt", PROMPT, "--max-tokens", "4", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
