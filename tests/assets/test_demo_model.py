@@ -77,10 +77,11 @@ def test_drafts_change_the_steps_and_not_the_text() -> None:
 def test_a_step_planned_behind_accepted_last_drafts_is_empty_and_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with LLM(nextn=5, max_model_len=256, max_num_seqs=1, batch_invariant=True) as llm:
-        output = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
-    assert len(output.token_ids) == 8
+        for count in (5, 7, 8, 9, 10, 11):
+            params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+            output = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
+            assert len(output.token_ids) == count
     assert not caplog.records
 
 
