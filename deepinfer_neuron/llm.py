@@ -17,6 +17,7 @@ from tqdm import tqdm
 from deepinfer_neuron.assets import model_or_demo
 from deepinfer_neuron.checkpoint.reader import Checkpoint
 from deepinfer_neuron.engine.build import Parts, build_engine
+from deepinfer_neuron.engine.choices import arithmetic_of, weights_mode
 from deepinfer_neuron.engine.config import BucketOptions, EngineOptions, check_integer
 from deepinfer_neuron.engine.core import EngineCore, NewRequest, Tracked
 from deepinfer_neuron.engine.inputs import (
@@ -34,12 +35,11 @@ from deepinfer_neuron.engine.outputs import (
     TokenLogprobs,
 )
 from deepinfer_neuron.errors import ConfigError, RequestError
-from deepinfer_neuron.ops.arithmetic import Arithmetic, FixedOrder, FreeOrder
-from deepinfer_neuron.platform import Platform, get_platform
+from deepinfer_neuron.platform import get_platform
 from deepinfer_neuron.runner.worker import expanded_bytes
 from deepinfer_neuron.sampling.params import SamplingParams
 from deepinfer_neuron.sampling.state import completion_seed
-from deepinfer_neuron.settings import WEIGHTS_MODES, Settings, WeightsMode
+from deepinfer_neuron.settings import Settings, WeightsMode
 from deepinfer_neuron.text.chat import ChatFormat, ParsedMessage, RenderedChat
 from deepinfer_neuron.text.tokenizer import Tokenizer
 
@@ -59,9 +59,6 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-
-_EXPAND_BELOW = 0.5
-"""Expand weights only if they take less than this share of the available memory."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +225,7 @@ class LLM:
             nextn = settings.nextn
         size = expanded_bytes(config, drafts=nextn != 0)
         mode = weights or settings.weights
-        self.weights = _weights_mode(mode, size, memory, planned=platform.name == "neuron")
+        self.weights = weights_mode(mode, size, memory, planned=platform.name == "neuron")
         self.config = EngineOptions(
             max_model_len,
             max_num_seqs,
@@ -242,7 +239,7 @@ class LLM:
         ).resolve(config, memory)
         fixed = _given(batch_invariant, settings.batch_invariant)
         parts = Parts(
-            self.checkpoint, self.tokenizer, settings, _arithmetic(platform, fixed),
+            self.checkpoint, self.tokenizer, settings, arithmetic_of(platform, fixed),
             None if self.weights == "auto" else self.weights == "expanded", platform, progress,
         )  # fmt: skip
         self.engine: EngineCore = build_engine(parts, self.config)
@@ -498,30 +495,3 @@ def _conversations(messages: object) -> list[Messages]:
 
 def _given(value: _T | None, default: _T) -> _T:
     return default if value is None else value
-
-
-def _arithmetic(platform: Platform, fixed: bool) -> Arithmetic:
-    """How a platform computes.
-
-    Raises :class:`ConfigError` for a fixed order on a device without 64-bit floats.
-    """
-    wide = platform.quirks.float64
-    if fixed and not wide:
-        raise ConfigError(
-            f"batch_invariant needs 64-bit floats, which device {platform.name!r} has not; leave "
-            "it out, or use device 'cpu'"
-        )
-    return Arithmetic(FixedOrder() if fixed else FreeOrder(), graph=platform.graph, wide=wide)
-
-
-def _weights_mode(mode: str, expanded: int, available: int, *, planned: bool) -> WeightsMode:
-    """The mode in use; ``"auto"`` stays where a placement decides matrix by matrix."""
-    if mode not in WEIGHTS_MODES:
-        raise ConfigError(f"weights is {mode!r}; give one of {', '.join(WEIGHTS_MODES)}")
-    if mode == "auto" and planned:
-        return "auto"
-    if mode == "packed":
-        return "packed"
-    if mode == "expanded" or expanded <= _EXPAND_BELOW * available:
-        return "expanded"
-    return "packed"

@@ -224,8 +224,11 @@ class Executor(ABC):
         return members
 
     def _chunks(self, plan: StepPlan, members: Sequence[Member]) -> list[ChunkPlan]:
+        if not members:
+            return []
         rows = self._engram_rows(members)
-        chunks, outputs = [], 0
+        chunks: list[ChunkPlan] = []
+        outputs = 0
         for member, engram_rows in zip(members, rows, strict=True):
             begin, end, data = member.begin, member.end, member.data
             wanted = 1 + len(member.drafts) if member.samples else 0

@@ -35,7 +35,7 @@ class HostExecutor(Executor):
 
     def _advance(self, plan: StepPlan, members: list[Member]) -> PhaseSeconds:
         """Backbone, prompt scores, tokens, drafts."""
-        chunks = self._chunks(plan, members) if members else []
+        chunks = self._chunks(plan, members)
         hidden = self._ragged.hidden(chunks) if members else torch.empty(0)
         forwarded = time.monotonic()
         for member in members:

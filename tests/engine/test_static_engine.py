@@ -18,6 +18,8 @@ from deepinfer_neuron.engine.outputs import RequestOutput
 from deepinfer_neuron.errors import ConfigError, PlatformError
 from deepinfer_neuron.platform import CpuPlatform
 from deepinfer_neuron.platform.regions import Regions
+from deepinfer_neuron.runner.sequence import SequenceData
+from deepinfer_neuron.sampling.drafts import Draft
 from tests.conftest import CheckpointDir
 
 Request = tuple[list[int], SamplingParams]
@@ -119,6 +121,31 @@ def test_drafts_are_verified_and_counted(checkpoint_dir: CheckpointDir) -> None:
             counts.append([output.metrics.decode for output in outputs])
     assert counts[0] == counts[1]
     assert sum(counts[0][0].reached) > 0
+
+
+def test_a_step_without_rows_is_no_error(
+    checkpoint_dir: CheckpointDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Planned behind drafts that turn out to end the sequence, a step has nothing left to do."""
+    directory = checkpoint_dir("nano")
+    prompt = {"prompt_token_ids": [7, 9, 11]}
+    golden = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with LLM(
+        directory, compile="regions", buckets=BUCKETS, nextn=3, max_num_seqs=1, max_model_len=128
+    ) as llm:
+        expected = llm.generate(prompt, golden, use_tqdm=False)[0].outputs[0].token_ids
+
+        def right(data: SequenceData, drafts: Sequence[Draft]) -> Sequence[Draft]:
+            place = len(data) - 3
+            return [Draft(token) for token in expected[place : place + len(drafts)]]
+
+        llm.engine.executor.source = right
+        for count in range(2, 12):
+            params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+            output = llm.generate(prompt, params, use_tqdm=False)[0]
+            assert output.outputs[0].token_ids == expected[:count]
+            assert output.outputs[0].finish_reason == "length"
+    assert not [record for record in caplog.records if "failed" in record.message]
 
 
 def test_sampled_requests_with_drafts_are_served(checkpoint_dir: CheckpointDir) -> None:
